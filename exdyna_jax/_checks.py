@@ -1,0 +1,137 @@
+"""What can be wrong with what a user hands in, and what to do about it. Every message carries the value it complains about."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from exdyna_jax._collectives import Workers, bound_size, replicated_paths
+from exdyna_jax._layout import takes_part
+
+
+def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
+    """Options that every sparsifier shares, at construction."""
+    n = options.num_workers
+    if n is not None and (not _is_int(n) or n < 1):
+        raise ValueError(f"num_workers={n!r} is not a positive int: give the number of workers along the axis, or leave it out.")
+    if not axes and n not in (None, 1):
+        raise ValueError(f"num_workers={n} with axis_name=None, which means a single worker: name the mesh axis of the workers.")
+    if set(axes) & set(fast):
+        raise ValueError(
+            f"dense_axis={fast} and axis_name={axes} share an axis: average densely over the fast axes, sparsify over the others."
+        )
+    if not isinstance(options.min_size, (int, float)) or not options.min_size >= 0:
+        raise ValueError(f"min_size={options.min_size!r} is not a number of elements: leaves with fewer go dense, 0 sparsifies all.")
+    if not _is_int(options.every_k) or options.every_k < 1:
+        raise ValueError(f"every_k={options.every_k!r} is not a positive int: exchange every so many steps, 1 is every step.")
+    momentum = options.momentum
+    if momentum is not None and (not isinstance(momentum, (int, float)) or not 0 <= momentum < 1):
+        raise ValueError(f"momentum={momentum!r} is not in [0, 1): momentum correction decays by it; None turns it off.")
+    check_choice("nonfinite", options.nonfinite, ("skip", "propagate"))
+    dtype = options.residual_dtype
+    if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, jnp.float32) == jnp.dtype(dtype)):
+        raise ValueError(
+            f"residual_dtype={jnp.dtype(dtype).name} would lose small gradients that are added to it one by one: use float32 or float64."
+        )
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def check_blocks(num_blocks: Any, capacity_factor: Any) -> None:
+    """Options of the sparsifiers that select in partitions, at construction."""
+    if num_blocks is not None and (not _is_int(num_blocks) or num_blocks < 1):
+        raise ValueError(f"num_blocks={num_blocks!r} is not a positive int: leave it out, or say into how many blocks to cut the gradient.")
+    if not isinstance(capacity_factor, (int, float)) or not capacity_factor >= 1:
+        raise ValueError(f"capacity_factor={capacity_factor!r} is below 1: a worker could then not even send its share. Try 1.5.")
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(repr(choice) for choice in choices)}.")
+
+
+def workers_at_init(axes: tuple[str, ...], num_workers: int | None) -> tuple[int, int]:
+    """The number of workers, and how many of them the residual made here holds: one inside the axis, all of them outside."""
+    bound = bound_size(axes)
+    if bound is None and num_workers is None:
+        raise ValueError(
+            f"init was called outside the axis {axes} and num_workers is not given. Call it inside shard_map or pmap over that axis, "
+            "or give num_workers=n to get the residuals of all n workers, to be sharded by state_specs."
+        )
+    if bound is not None and num_workers is not None and bound != num_workers:
+        raise ValueError(_contradicts(axes, bound, num_workers))
+    return (bound, 1) if bound is not None else (num_workers or 1, num_workers or 1)
+
+
+def _contradicts(axes: tuple[str, ...], bound: int, num_workers: int) -> str:
+    return f"num_workers={num_workers}, but the axis {axes} has {bound} workers: give num_workers={bound}, or leave it out."
+
+
+def check_params(params: Any) -> None:
+    """Parameters may be integers (their gradients are float0, and pass), but not complex."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise ValueError(f"Leaf {jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array: make it one with jnp.asarray.")
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(_complex(path, leaf))
+
+
+def _complex(path: Any, leaf: Any) -> str:
+    return (
+        f"Leaf {jax.tree_util.keystr(path)} is {leaf.dtype}: magnitudes of complex numbers are not compared here. "
+        "Split it into real and imaginary parts, for example with optax.contrib.split_real_and_imaginary around the chain."
+    )
+
+
+def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
+    """The gradient and the state that belongs to it, at trace time."""
+    if bound_size(fast) is None:
+        raise ValueError(f"dense_axis={fast} is not bound here: call update inside shard_map over it too, or leave it out.")
+    if num_workers is not None and num_workers != workers.size:
+        raise ValueError(_contradicts(workers.axes, workers.size, num_workers))
+    gradients = jax.tree_util.tree_leaves_with_path(updates)
+    given: Any = jax.tree.structure(updates)
+    made_for: Any = jax.tree.structure(residual)
+    if given != made_for:
+        raise ValueError(
+            f"The updates are {given}, but the state was made for {made_for}: call init with the parameters that these gradients belong to."
+        )
+    for (path, g), e in zip(gradients, jax.tree.leaves(residual), strict=True):
+        _check_leaf(jax.tree_util.keystr(path), path, g, e, workers)
+    floating = {jax.tree_util.keystr(path): g for path, g in gradients if takes_part(g)}
+    axes = workers.axes + fast
+    summed = replicated_paths(floating, axes)
+    if summed:
+        raise ValueError(
+            f"The gradients at {summed[0]}{f' and {len(summed) - 1} more' if summed[1:] else ''} are equal on all workers along "
+            f"{axes}: inside shard_map(check_vma=True) JAX has already summed them, and nothing is left to sparsify. "
+            f"Take them with exdyna_jax.local_value_and_grad(loss, {axes}), which keeps each worker's gradient its own."
+        )
+    claimed = replicated_paths(residual, workers.axes)
+    if claimed:
+        raise ValueError(
+            f"The residual at {claimed[0]} is typed as equal on all workers along {workers.axes}, but each worker has its own: "
+            "pass exdyna_jax.state_specs(state, axis_name) as in_specs and out_specs of the state."
+        )
+
+
+def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
+    if not hasattr(g, "dtype") or not hasattr(g, "shape"):
+        raise ValueError(f"Update leaf {name} is a {type(g).__name__}, not an array: make it one with jnp.asarray.")
+    if jnp.issubdtype(g.dtype, jnp.complexfloating):
+        raise ValueError(_complex(path, g))
+    if g.dtype != jax.dtypes.float0 and not jnp.issubdtype(g.dtype, jnp.floating):
+        raise ValueError(f"Update leaf {name} is {g.dtype}, which is no gradient: keep integer leaves out with optax.masked or partition.")
+    if takes_part(g) and e.shape[1:] != g.shape:
+        raise ValueError(
+            f"Update leaf {name} has shape {g.shape}, its residual {e.shape}, which should be {(1, *g.shape)} on each worker: "
+            "call init with the parameters that these gradients belong to (inside pmap or vmap, call init there too)."
+        )
+    if e.shape[0] != 1:
+        raise ValueError(
+            f"The residual of leaf {name} has {e.shape[0]} rows on this worker instead of one. Either it holds all workers' rows: pass "
+            f"exdyna_jax.state_specs(state, axis_name) as in_specs of the state; or the state was made for {e.shape[0] * workers.size} "
+            f"workers and there are {workers.size}: make it anew with init, or convert it with exdyna_jax.reshard."
+        )

@@ -1,0 +1,110 @@
+"""Everything that touches an axis name, and the only place that knows how JAX types replication.
+
+Inside `jax.shard_map(check_vma=True)` a value carries the set of axes along which it varies. Elsewhere (`check_vma=False`, `pmap`,
+`vmap(axis_name=)`) nothing is tracked and every cast below is the identity.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisName = str | tuple[str, ...] | None
+
+
+class Workers(NamedTuple):
+    """The workers along an axis, seen from one of them."""
+
+    axes: tuple[str, ...]  # mesh axis names, slowest first; () is a single worker without collectives
+    size: int  # n, static
+    rank: jax.Array  # r, int32 [], this worker
+
+
+def axis_tuple(argument: str, axis_name: AxisName) -> tuple[str, ...]:
+    """The axis names as a tuple; raises a ValueError for anything that is not `str | tuple[str, ...] | None`."""
+    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
+        raise ValueError(f"{argument}={axis_name!r} is not a mesh axis name, a tuple of them, or None.")
+    return axes
+
+
+def bound_size(axes: tuple[str, ...]) -> int | None:
+    """Number of workers along `axes`, or None where one of them is not bound here."""
+    try:
+        return lax.axis_size(axes) if axes else 1
+    except NameError:
+        return None
+
+
+def bind(axes: tuple[str, ...]) -> Workers:
+    """The workers along `axes`; raises a ValueError where an axis is not bound."""
+    size = bound_size(axes)
+    if size is None:
+        raise ValueError(
+            f"axis_name={axes} is not bound here: call update inside jax.shard_map, jax.pmap or jax.vmap over that axis, "
+            "or build the transformation with axis_name=None for a single worker."
+        )
+    return Workers(axes, size, lax.axis_index(axes).astype(jnp.int32) if axes else jnp.int32(0))
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return getattr(jax.typeof(x).manual_axis_type, "varying", frozenset())
+
+
+def _tracked(axes: tuple[str, ...]) -> bool:
+    """Whether types say what varies along `axes`. The probe is dead code in the compiled program."""
+    return bool(axes) and set(axes) <= _varying(lax.axis_index(axes))
+
+
+def to_varying(tree: Any, axes: tuple[str, ...]) -> Any:
+    """`tree` typed as different on every worker, whether it is or not."""
+
+    def cast(x: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if _tracked(axes) else tree
+
+
+def replicated_paths(tree: Any, axes: tuple[str, ...]) -> list[str]:
+    """Paths of the leaves that the types declare equal along one of `axes`; empty where types are not tracked."""
+    if not _tracked(axes):
+        return []
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, leaf in leaves if not set(axes) <= _varying(leaf)]
+
+
+def all_gather(x: jax.Array, workers: Workers) -> jax.Array:
+    """`x` of every worker, stacked along a new first axis, replicated.
+
+    Three workers holding `[1 2]`, `[3 4]`, `[5 6]` all end up with `[[1 2] [3 4] [5 6]]`.
+    """
+    if not workers.axes:
+        return x[None]
+    if _tracked(workers.axes):
+        return lax.all_gather(to_varying(x, workers.axes), workers.axes, to="invarying")
+    for axis in reversed(workers.axes):  # one axis at a time: a nested vmap knows no gather over a tuple
+        x = lax.all_gather(x, axis)
+    return x.reshape(workers.size, *x.shape[len(workers.axes) :])
+
+
+def psum(x: Any, workers: Workers) -> Any:
+    """Sum over the workers, replicated. `[1 2]`, `[3 4]`, `[5 6]` all end up as `[9 12]`."""
+    return lax.psum(to_varying(x, workers.axes), workers.axes) if workers.axes else x
+
+
+def pmean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Mean along mesh axes other than the workers'."""
+    return lax.pmean(x, axes)
+
+
+def agreed(x: jax.Array, workers: Workers) -> jax.Array:
+    """A scalar that is equal on all workers anyway, in a form on which `lax.cond` and `lax.switch` really branch.
+
+    Under `vmap` the state is batched, and a batched predicate makes all branches run; the maximum over the workers is not batched. Where
+    types are tracked this is the identity; `vmap` can't be told from `pmap`, which so pays for one scalar more.
+    """
+    if not workers.axes or _tracked(workers.axes):
+        return x
+    return lax.pmax(x.astype(jnp.int32), workers.axes).astype(x.dtype)

@@ -1,0 +1,83 @@
+"""What travels: one all-gather of sorted, padded indices with their counts, then one all-reduce of the values at all gathered indices.
+
+Both buffers have a fixed size. Padding carries the index `span`, which lies outside the index space and is dropped wherever it is used.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from exdyna_jax._collectives import Workers, all_gather, psum
+from exdyna_jax._layout import Accumulator, Layout, add
+
+
+class Message(NamedTuple):
+    """What all workers selected, replicated."""
+
+    indices: jax.Array  # int32 [n, capacity], each row ascending, then padding
+    counts: jax.Array  # int32 [n], marked by each worker; beyond `capacity` it overflowed
+    identical: jax.Array  # bool [], all workers hold the same gradient: it was summed before it came here
+
+
+class Local(NamedTuple):
+    """What a worker knows of its own gradient before anything is exchanged."""
+
+    checksum: jax.Array  # float []
+    finite: jax.Array  # bool []
+
+
+class Sums(NamedTuple):
+    """Sums over the workers, replicated."""
+
+    values: jax.Array  # of the values handed in
+    scalars: tuple[jax.Array, ...]
+    dense: tuple[jax.Array, ...]  # of each dense leaf's accumulator
+    finite: jax.Array  # bool [], no worker saw a NaN or an infinity
+
+
+def gather(indices: jax.Array, count: jax.Array, local: Local, workers: Workers) -> Message:
+    """All-gathers int32 [capacity] indices, the count and the checksum in one buffer of `capacity + 2` words a worker."""
+    rows = all_gather(jnp.concatenate([indices, jnp.stack([count, _checksum_bits(local)])]), workers)
+    return Message(rows[:, :-2], rows[:, -2], _identical(rows[:, -1]))
+
+
+def _checksum_bits(local: Local) -> jax.Array:
+    return lax.bitcast_convert_type(local.checksum.astype(jnp.float32), jnp.int32)
+
+
+def _identical(checksums: jax.Array) -> jax.Array:
+    """Whether all workers' checksums agree; a sum of 0 proves nothing, since gradients may be all zero."""
+    return jnp.all(checksums == checksums[0]) & (checksums[0] != 0) & (checksums.size > 1)
+
+
+def reduce(values: jax.Array, scalars: tuple[jax.Array, ...], accumulator: Accumulator, local: Local, workers: Workers) -> Sums:
+    """Sums values, scalars and dense leaves over the workers in one all-reduce.
+
+    Whether all is finite rides along although it could be known earlier: the residual may then be overwritten in place only after the
+    values were read from it, which the compiler can see, and so makes no copy.
+    """
+    extra = jnp.stack([x.astype(values.dtype) for x in (*scalars, local.finite)])
+    dense = tuple(add(accumulator.momentum, *terms) for terms in accumulator.dense)
+    total, dense = psum((jnp.concatenate([values.reshape(-1), extra]), dense), workers)
+    extra = total[values.size :]
+    return Sums(total[: values.size].reshape(values.shape), tuple(extra[:-1]), dense, extra[-1] == workers.size)
+
+
+def gather_bytes(capacity: int, n: int) -> float:
+    """Bytes one worker sends for `gather` by a ring: its own buffer, then the n - 2 that it passes on."""
+    return (n - 1) * (capacity + 2) * 4
+
+
+def reduce_bytes(values: int, scalars: int, layout: Layout, n: int) -> float:
+    """Bytes one worker sends for `reduce` by a ring: 2 (n - 1) / n of the buffer."""
+    buffer: Any = (values + scalars + 1) * jnp.dtype(layout.dtype).itemsize
+    return 2 * (n - 1) / n * (buffer + sum(leaf.size * jnp.dtype(leaf.residual_dtype).itemsize for leaf in layout.dense))
+
+
+def dense_bytes(layout: Layout, n: int) -> float:
+    """Bytes one worker would send for an all-reduce of the whole gradient by a ring."""
+    size = math.fsum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in layout.leaves + layout.dense)
+    return 2 * (n - 1) / n * size

@@ -1,0 +1,138 @@
+"""A pytree as one index space, without ever joining its leaves.
+
+Each sparse leaf gets a range of positions that starts at a whole word; what fills up its last word is never marked. Gradients and
+residuals stay leaf by leaf: joining them would cost more than everything else in a step.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from exdyna_jax._compact import WORD, to_words, words_in
+
+_LARGEST_SPAN = 2**31 - 2 * WORD
+
+
+class Leaf(NamedTuple):
+    """One leaf that takes part. Static."""
+
+    position: int  # in jax.tree.leaves order
+    shape: tuple[int, ...]
+    dtype: Any  # of the gradient
+    residual_dtype: Any
+    size: int
+    offset: int  # first position in the index space; of no meaning for a dense leaf
+
+
+class Layout(NamedTuple):
+    """Where each leaf lies. Static and hashable."""
+
+    leaves: tuple[Leaf, ...]  # sparsified
+    dense: tuple[Leaf, ...]  # averaged whole
+    size: int  # N, elements of the sparse leaves
+    span: int  # positions, a multiple of WORD; also the padding index
+    dtype: Any  # of the values that travel
+
+
+class Accumulator(NamedTuple):
+    """`a = g + e` of this worker, or `m u + g + e` with momentum correction, not yet added: its terms, flat, leaf by leaf."""
+
+    layout: Layout
+    momentum: float | None  # m, static
+    leaves: tuple[tuple[jax.Array, ...], ...]  # (g, e) or (g, e, u) of each sparse leaf
+    dense: tuple[tuple[jax.Array, ...], ...]  # the same of each dense leaf
+
+
+def takes_part(leaf: Any) -> bool:
+    """Whether a leaf is exchanged: real floating point and not empty. float0 (of integer parameters) and empty leaves pass as they are."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and math.prod(leaf.shape) > 0
+
+
+def make_layout(tree: Any, residual_dtype: Any, min_size: float) -> Layout:
+    """The index space of a pytree of arrays or of shapes; raises a ValueError where it outgrows int32."""
+    sparse: list[Leaf] = []
+    dense: list[Leaf] = []
+    span = 0
+    for position, leaf in enumerate(jax.tree.leaves(tree)):
+        if not takes_part(leaf):
+            continue
+        size = math.prod(leaf.shape)
+        wide = jnp.promote_types(leaf.dtype, residual_dtype or jnp.float32)
+        entry = Leaf(position, tuple(leaf.shape), jnp.dtype(leaf.dtype), wide, size, span)
+        if size < min_size:
+            dense.append(entry)
+        else:
+            sparse.append(entry)
+            span += words_in(size) * WORD
+    if span > _LARGEST_SPAN:
+        raise ValueError(
+            f"This worker's tree has {span} positions; indices are int32 and end at {_LARGEST_SPAN}. Shard the parameters over a second "
+            "mesh axis (the sparsifier works shard by shard), or give parts of the tree a transformation each with optax.partition."
+        )
+    dtype = jnp.result_type(jnp.float32, *(leaf.residual_dtype for leaf in sparse))
+    return Layout(tuple(sparse), tuple(dense), sum(leaf.size for leaf in sparse), span, dtype)
+
+
+def add(momentum: float | None, g: jax.Array, e: jax.Array, u: jax.Array | None = None) -> jax.Array:
+    """The accumulator from its terms, in the residual's dtype."""
+    return step(momentum, g, e, u) + e
+
+
+def step(momentum: float | None, g: jax.Array, e: jax.Array, u: jax.Array | None = None) -> jax.Array:
+    """What this step adds to the residual: `g`, or `m u + g` with momentum correction."""
+    g = g.astype(e.dtype)
+    return g if u is None or momentum is None else jnp.asarray(momentum, u.dtype) * u + g
+
+
+def marks(accumulator: Accumulator, threshold: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """uint32 [span / 32]: bit words of `|a| >= threshold` at the positions in [start, stop), both multiples of 32."""
+    sums = (add(accumulator.momentum, *terms) for terms in accumulator.leaves)
+    words = jnp.concatenate([to_words(jnp.abs(a) >= threshold.astype(a.dtype)) for a in sums])
+    position = jnp.arange(words.size, dtype=jnp.int32) * WORD
+    return jnp.where((position >= start) & (position < stop), words, jnp.uint32(0))
+
+
+def within(leaf: Leaf, indices: jax.Array) -> jax.Array:
+    """Indices relative to a leaf; `leaf.size`, which is out of range, where they lie outside it (-1 would wrap)."""
+    inside = (indices >= leaf.offset) & (indices < leaf.offset + leaf.size)
+    return jnp.where(inside, indices - leaf.offset, leaf.size)
+
+
+def take(accumulator: Accumulator, indices: jax.Array) -> jax.Array:
+    """`a` at the indices, 0 at padding. Same shape as `indices`, dtype `layout.dtype`."""
+    values = jnp.zeros(indices.shape, accumulator.layout.dtype)
+    for leaf, terms in zip(accumulator.layout.leaves, accumulator.leaves, strict=True):
+        at = within(leaf, indices)
+        found = (x.at[at].get(mode="fill", fill_value=0) for x in terms)
+        values = values + add(accumulator.momentum, *found).astype(values.dtype)
+    return values
+
+
+def sample(accumulator: Accumulator, most: int) -> tuple[jax.Array, int]:
+    """Every stride-th element of `a`, at most about `most` of them, and the stride."""
+    layout = accumulator.layout
+    stride = max(-(-layout.size // most), 1)
+    parts = []
+    seen = 0
+    for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
+        first = -seen % stride  # the stride runs on from leaf to leaf
+        seen += leaf.size
+        if first < leaf.size:
+            parts.append(add(accumulator.momentum, *(x[first::stride] for x in terms)).astype(layout.dtype))
+    return jnp.concatenate(parts), stride
+
+
+def probe(accumulator: Accumulator, stride: int) -> jax.Array:
+    """[] in the layout's dtype: a scaled sum of every stride-th gradient element.
+
+    Not finite if one of these elements isn't, and as good as never equal for two different gradients. The scale 2^-30 keeps the sum of
+    finite numbers finite.
+    """
+    gradients = [terms[0] for terms in accumulator.leaves + accumulator.dense]
+    dtype = jnp.result_type(accumulator.layout.dtype, *(g.dtype for g in gradients))
+    total = jnp.zeros((), dtype)
+    for g in gradients:
+        total = total + jnp.sum(g[::stride].astype(dtype) * jnp.asarray(2.0**-30, dtype))
+    return total

@@ -1,0 +1,272 @@
+"""The spine: how a method becomes an optax transformation with error feedback.
+
+Follow a gradient from the top of `update`: it joins the residual, the method exchanges some of it, the exchanged mean becomes the update,
+the rest becomes the residual. A method says what is exchanged (`Method.exchange`); nothing else in the library knows about optax.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
+from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
+from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
+from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, step, within
+from exdyna_jax._metrics import Metrics
+
+
+class SparsifyState(NamedTuple):
+    """State of every sparsifier. Structure, dtypes, shapes and replication are constant from `init` on."""
+
+    exchanges: jax.Array  # int32 [], steps exchanged so far, skipped ones not counted; replicated
+    mini_step: jax.Array  # int32 [], gradients taken into the residual since the last exchange (every_k); replicated
+    residual: Any  # e, the updates' structure, leaves [1, *shape] of at least float32; per worker ([n, *shape] seen from outside)
+    velocity: Any  # u of momentum correction, like the residual; None without; per worker
+    control: Any  # what steers the method's next step; replicated
+    metrics: Metrics  # of the last step, for people; replicated
+
+
+PER_WORKER = ("residual", "velocity")  # fields that differ between workers
+
+
+class Exchange(NamedTuple):
+    """What a method did in a step."""
+
+    indices: jax.Array  # int32 [K], each at most once; padding is `span`; replicated
+    mean: jax.Array  # [K], the update at the indices; replicated
+    unsent: jax.Array  # [K], what stays in the residual at the indices; per worker
+    dense: tuple[jax.Array, ...]  # the sum over workers of each dense leaf; replicated
+    finite: jax.Array  # bool [], no worker had a NaN or an infinity; replicated
+    control: Any  # for the next step; replicated
+    selected: jax.Array  # int32 [n], marked by each worker; replicated
+    sent: jax.Array  # int32 [n], of these, exchanged; replicated
+    threshold: jax.Array | None  # as used
+    blocks: jax.Array | None  # as used
+    identical: jax.Array  # bool [], all workers' gradients were the same; replicated
+    bytes_sent: jax.Array  # float32 [], by one worker
+
+
+class Method(NamedTuple):
+    """A sparsifier, without the error feedback: two pure functions."""
+
+    # (layout, n) -> control, and the first step's threshold and blocks for the metrics
+    init: Callable[[Layout, int], tuple[Any, jax.Array | None, jax.Array | None]]
+    exchange: Callable[[Accumulator, Any, jax.Array, Local, Workers], Exchange]  # (.., control, count, ..)
+
+
+class Options(NamedTuple):
+    """Options that all sparsifiers share, as documented in `exdyna`."""
+
+    num_workers: int | None = None
+    dense_axis: AxisName = None
+    min_size: float = 0
+    every_k: int = 1
+    momentum: float | None = None
+    residual_dtype: Any = None
+    nonfinite: str = "skip"
+
+
+_PROBE_STRIDE = 1021  # a prime: every so many gradient elements one joins the checksum where no finite check reads them all anyway
+
+
+def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.GradientTransformationExtraArgs:
+    """Error feedback around a method."""
+    axes = axis_tuple("axis_name", axis_name)
+    fast = axis_tuple("dense_axis", options.dense_axis)
+    check_options(options, axes, fast)
+
+    def layout_of(tree: Any) -> Layout:
+        return make_layout(tree, options.residual_dtype, options.min_size)
+
+    def init(params: optax.Params) -> SparsifyState:
+        n, rows = workers_at_init(axes, options.num_workers)
+        check_params(params)
+        layout = layout_of(params)
+        control, threshold, blocks = method.init(layout, n)
+        leaves, treedef = jax.tree.flatten(params)
+        zeros = [jnp.zeros((rows, 0), jnp.float32)] * len(leaves)  # of leaves that take no part
+        for leaf in layout.leaves + layout.dense:
+            zeros[leaf.position] = jnp.zeros((rows, *leaf.shape), leaf.residual_dtype)
+        residual = to_varying(jax.tree.unflatten(treedef, zeros), axes if rows == 1 else ())
+        return SparsifyState(
+            exchanges=jnp.int32(0),
+            mini_step=jnp.int32(0),
+            residual=residual,
+            velocity=None if options.momentum is None else jax.tree.map(jnp.copy, residual),
+            control=control,
+            metrics=_no_metrics(layout, n, threshold, blocks),
+        )
+
+    def update(
+        updates: optax.Updates, state: SparsifyState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, SparsifyState]:
+        del params, extra_args
+        workers = bind(axes)
+        check_update(updates, state.residual, workers, fast, options.num_workers)
+        if options.every_k == 1:
+            means, state = exchange(updates, state, workers)
+        else:
+            due = agreed(state.mini_step + 1 >= options.every_k, workers)
+            means, state = lax.cond(due, lambda: exchange(updates, state, workers), lambda: hold(updates, state, workers))
+        return _replace(updates, means), state
+
+    def exchange(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
+        """Some of the accumulator becomes the update, the same on all workers, and the rest the residual."""
+        accumulator, local = accumulate(updates, state)
+        layout = accumulator.layout
+        run = method.exchange if layout.leaves else _exchange_dense
+        done = run(accumulator, state.control, state.exchanges, local, workers)
+        indices = jnp.where(done.finite, done.indices, layout.span)  # a skipped step has padding only
+
+        means, residuals, velocities = Leaves(), Leaves(), Leaves()
+        for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
+            at = within(leaf, indices)
+            mean = done.mean.astype(leaf.dtype)
+            rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
+            grown, moved = _grow(options.momentum, terms, done.finite)
+            means[leaf.position] = jnp.zeros(leaf.size, leaf.dtype).at[at].set(mean, mode="drop")
+            residuals[leaf.position] = grown.at[at].set(rest.astype(grown.dtype), mode="drop")
+            for u in moved:
+                velocities[leaf.position] = u.at[at].set(0, mode="drop")
+        for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
+            whole = jnp.where(done.finite, total / workers.size, 0)
+            mean = whole.astype(leaf.dtype)
+            means[leaf.position] = mean
+            residuals[leaf.position] = jnp.where(done.finite, whole - mean.astype(whole.dtype), terms[1])
+            for u in terms[2:]:
+                velocities[leaf.position] = jnp.where(done.finite, 0, u)
+
+        return means, SparsifyState(
+            exchanges=state.exchanges + done.finite.astype(jnp.int32),
+            mini_step=jnp.where(done.finite, 0, state.mini_step),
+            residual=_replace(state.residual, residuals),
+            velocity=_replace(state.velocity, velocities),
+            control=jax.tree.map(lambda new, old: jnp.where(done.finite, new, old), done.control, state.control),
+            metrics=_metrics(done, state.metrics, layout, workers.size),
+        )
+
+    def hold(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
+        """The whole accumulator becomes the residual; nothing is sent but whether all gradients are finite."""
+        accumulator, local = accumulate(updates, state)
+        layout = accumulator.layout
+        finite = psum(local.finite.astype(jnp.int32), workers) == workers.size
+        means, residuals, velocities = Leaves(), Leaves(), Leaves()
+        for leaf, terms in zip(layout.leaves + layout.dense, accumulator.leaves + accumulator.dense, strict=True):
+            grown, moved = _grow(options.momentum, terms, finite)
+            means[leaf.position] = jnp.zeros(leaf.size, leaf.dtype)
+            residuals[leaf.position] = grown
+            for u in moved:
+                velocities[leaf.position] = u
+        idle = _no_metrics(layout, workers.size, state.metrics.threshold, state.metrics.blocks)
+        return means, state._replace(
+            mini_step=state.mini_step + finite.astype(jnp.int32),
+            residual=_replace(state.residual, residuals),
+            velocity=_replace(state.velocity, velocities),
+            metrics=idle._replace(**_skips(finite, state.metrics)),
+        )
+
+    def accumulate(updates: optax.Updates, state: SparsifyState) -> tuple[Accumulator, Local]:
+        """The terms of the accumulator, and what this worker alone knows of them."""
+        layout = layout_of(updates)
+        columns = [jax.tree.leaves(tree) for tree in (updates, state.residual, state.velocity) if tree is not None]
+
+        def terms(leaf: Leaf) -> tuple[jax.Array, ...]:
+            g, *rest = (column[leaf.position].reshape(-1) for column in columns)
+            return (pmean(g.astype(leaf.residual_dtype), fast) if fast else g, *rest)
+
+        accumulator = Accumulator(layout, options.momentum, tuple(map(terms, layout.leaves)), tuple(map(terms, layout.dense)))
+        checked = options.nonfinite == "skip"
+        checksum = probe(accumulator, 1 if checked else _PROBE_STRIDE)
+        return accumulator, Local(checksum, jnp.isfinite(checksum) if checked else jnp.bool(True))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+Leaves = dict[int, jax.Array]  # new leaves by their position in the tree
+
+
+def _replace(tree: Any, new: Leaves) -> Any:
+    """The tree with some leaves replaced, each in its old shape; the others pass as they are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [new[i].reshape(leaf.shape) if i in new else leaf for i, leaf in enumerate(leaves)])
+
+
+def _grow(momentum: float | None, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Residual, and velocity where there is one, after this step's gradient; as they were if the step is skipped."""
+    _, e, *velocity = terms
+    grown = jnp.where(finite, add(momentum, *terms), e)
+    return grown, tuple(jnp.where(finite, step(momentum, *terms), u) for u in velocity)
+
+
+def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, local: Local, workers: Workers) -> Exchange:
+    """Where every leaf is dense there is nothing to select: the mean of the accumulators."""
+    del count
+    layout, n = accumulator.layout, workers.size
+    nothing = jnp.zeros(0, layout.dtype)
+    message = gather(jnp.zeros(0, jnp.int32), jnp.int32(0), local, workers)
+    sums = reduce(nothing, (), accumulator, local, workers)
+    each, more = divmod(sum(leaf.size for leaf in layout.dense), n)
+    share = each + (jnp.arange(n) < more).astype(jnp.int32)
+    return Exchange(
+        indices=jnp.zeros(0, jnp.int32),
+        mean=nothing,
+        unsent=nothing,
+        dense=sums.dense,
+        finite=sums.finite,
+        control=control,
+        selected=share,
+        sent=share,
+        threshold=None,
+        blocks=None,
+        identical=message.identical,
+        bytes_sent=jnp.float32(gather_bytes(0, n) + reduce_bytes(0, 0, layout, n)),
+    )
+
+
+def _metrics(done: Exchange, last: Metrics, layout: Layout, n: int) -> Metrics:
+    selected = jnp.where(done.finite, done.selected, 0)
+    total = jnp.sum(selected, dtype=jnp.int32)
+    sent = jnp.sum(jnp.where(done.finite, done.sent, 0), dtype=jnp.int32)
+    size = layout.size or sum(leaf.size for leaf in layout.dense)
+    return Metrics(
+        selected=total,
+        density=total.astype(jnp.float32) / max(size, 1),
+        sent=sent,
+        selected_per_worker=selected,
+        threshold=last.threshold if done.threshold is None else done.threshold,
+        blocks=last.blocks if done.blocks is None else done.blocks,
+        imbalance=jnp.max(selected).astype(jnp.float32) * n / jnp.maximum(total, 1).astype(jnp.float32),
+        overflow=total - sent,
+        gradients_identical=done.identical,
+        bytes_sent=done.bytes_sent,
+        bytes_dense=last.bytes_dense,
+        **_skips(done.finite, last),
+    )
+
+
+def _skips(finite: jax.Array, last: Metrics) -> dict[str, jax.Array]:
+    bad = 1 - finite.astype(jnp.int32)
+    return {"skipped": last.skipped + bad, "skipped_in_a_row": (last.skipped_in_a_row + 1) * bad}
+
+
+def _no_metrics(layout: Layout, n: int, threshold: jax.Array | None, blocks: jax.Array | None) -> Metrics:
+    """Metrics of a step in which nothing was exchanged."""
+    return Metrics(
+        selected=jnp.int32(0),
+        density=jnp.float32(0),
+        sent=jnp.int32(0),
+        selected_per_worker=jnp.zeros(n, jnp.int32),
+        threshold=threshold,
+        blocks=blocks,
+        imbalance=jnp.float32(0),
+        overflow=jnp.int32(0),
+        skipped=jnp.int32(0),
+        skipped_in_a_row=jnp.int32(0),
+        gradients_identical=jnp.bool(False),
+        bytes_sent=jnp.float32(0),
+        bytes_dense=jnp.float32(dense_bytes(layout, n)),
+    )

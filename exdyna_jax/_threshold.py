@@ -1,0 +1,117 @@
+"""Threshold rules: which threshold gives the asked number of elements. Pure functions of replicated numbers.
+
+A rule is three functions:
+  `init(k)`                                                        state before the first step
+  `start(state, accumulator, k, workers) -> threshold`             the threshold of this step
+  `next(state, threshold, selected, sent, excess, k) -> state`     after the exchange
+where `k` is the target, `selected` what all workers marked, `sent` what found a slot, and `excess` the sum of `log(|a| / threshold)` over
+what was sent.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from exdyna_jax._collectives import Workers, agreed, psum
+from exdyna_jax._layout import Accumulator, sample
+
+_TINY = 0x00800000  # bits of the smallest normal float32: as a threshold it lets everything through but zeros
+_SAMPLE = 2**18
+
+
+class Rule(NamedTuple):
+    init: Callable[[jax.Array], Any]
+    start: Callable[..., jax.Array]
+    next: Callable[..., Any]
+    never_empty: bool  # a worker whose partition holds nothing above the threshold sends one element all the same
+
+
+class Ladder(NamedTuple):
+    """State of the published rule, replicated."""
+
+    next_threshold: jax.Array  # float [], float64 where x64 is enabled
+
+
+def _paper_init(k: jax.Array) -> Ladder:
+    return Ladder(1 / (2 * jnp.sqrt(k)))
+
+
+def _paper_start(state: Ladder, accumulator: Accumulator, k: jax.Array, workers: Workers) -> jax.Array:
+    del accumulator, k, workers
+    return state.next_threshold
+
+
+def _paper_next(state: Ladder, threshold: jax.Array, selected: jax.Array, sent: jax.Array, excess: jax.Array, k: jax.Array) -> Ladder:
+    """Up half a percent above 1.1 k, down half a percent below 0.909 k, and, as released, up an eighth in between."""
+    del state, sent, excess
+    ratio = selected.astype(threshold.dtype) / k
+    return Ladder(threshold * jnp.where(ratio > 1.1, 1.005, jnp.where(ratio > 0.909, 1.00125, 0.995)))
+
+
+class Servo(NamedTuple):
+    """State of the proportional rule, replicated."""
+
+    next_threshold: jax.Array  # float []; 0: not known, to be estimated from the next accumulator
+    slope: jax.Array  # float32 [], -d log(count) / d log(threshold), on a running average
+    trend: jax.Array  # float32 [], drift of log(threshold) per step
+    age: jax.Array  # int32 [], steps since the threshold was estimated
+
+
+def quantile(magnitudes: jax.Array, target: jax.Array, workers: Workers) -> jax.Array:
+    """The largest float32 t such that at least `target` of the magnitudes of all workers are >= t; the smallest normal one if none is.
+
+    Positive floats are ordered as their bit patterns are, so t is found four bits at a time: eight rounds, each one sum of 15 counts
+    over the workers.
+    """
+    bits = lax.bitcast_convert_type(magnitudes.astype(jnp.float32), jnp.uint32)
+
+    def narrow(i: jax.Array, low: jax.Array) -> jax.Array:
+        shift = (28 - 4 * i).astype(jnp.uint32)
+        candidates = low + (jnp.arange(1, 16, dtype=jnp.uint32) << shift)
+        counts = psum(jnp.sum(bits[None] >= candidates[:, None], axis=1, dtype=jnp.int32), workers)
+        return low + (jnp.sum(counts >= target, dtype=jnp.uint32) << shift)
+
+    return lax.bitcast_convert_type(jnp.maximum(lax.fori_loop(0, 8, narrow, jnp.uint32(0)), jnp.uint32(_TINY)), jnp.float32)
+
+
+def _proportional_init(k: jax.Array) -> Servo:
+    return Servo(jnp.zeros((), k.dtype), jnp.float32(4), jnp.float32(0), jnp.int32(0))
+
+
+def _proportional_start(state: Servo, accumulator: Accumulator, k: jax.Array, workers: Workers) -> jax.Array:
+    """The threshold carried over, or, where none is known, a quantile of a sample of all workers' accumulators."""
+
+    def estimate() -> jax.Array:
+        values, stride = sample(accumulator, _SAMPLE)
+        target = jnp.maximum(jnp.round(k * (workers.size / stride)), 1).astype(jnp.int32)
+        return quantile(jnp.abs(values), target, workers).astype(state.next_threshold.dtype)
+
+    return lax.cond(agreed(state.next_threshold == 0, workers), estimate, lambda: state.next_threshold)
+
+
+def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, sent: jax.Array, excess: jax.Array, k: jax.Array) -> Servo:
+    """Moves log(threshold) by the error of log(count) over the local slope, plus a trend, plus what young residuals will grow.
+
+    The slope comes for free from the elements sent: with `count ~ t^-slope` the mean of `log(|a|/t)` above t is `1 / slope`.
+    """
+    k = k.astype(jnp.float32)
+    error = jnp.log((selected.astype(jnp.float32) + 0.5) / (k + 0.5))
+    bounded = jnp.clip(error, -1, 1)
+    measured = jnp.clip(sent.astype(jnp.float32) / jnp.maximum(excess, 1e-6), 1.5, 12)
+    slope = jnp.where(sent > 0, 0.8 * state.slope + 0.2 * measured, state.slope)
+    trend = jnp.clip(state.trend + 0.2 * bounded / slope, -0.1, 0.1)
+    age = state.age.astype(jnp.float32)
+    move = 0.7 * bounded / slope + trend + 0.5 * jnp.log((age + 2) / (age + 1))
+    moved = jnp.maximum(threshold * jnp.exp(move).astype(threshold.dtype), jnp.finfo(jnp.float32).tiny)
+    lost = (jnp.abs(error) > jnp.log(4.0)) & (jnp.abs(selected - k) > 8 * jnp.sqrt(k)) | (selected == 0)
+    fresh = Servo(jnp.zeros_like(threshold), jnp.float32(4), jnp.float32(0), jnp.int32(0))
+    return jax.tree.map(lambda a, b: jnp.where(lost, a, b), fresh, Servo(moved, slope, trend, state.age + 1))
+
+
+RULES = {
+    "paper": Rule(_paper_init, _paper_start, _paper_next, never_empty=True),
+    "proportional": Rule(_proportional_init, _proportional_start, _proportional_next, never_empty=False),
+}

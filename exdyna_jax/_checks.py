@@ -29,7 +29,7 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
         raise ValueError(f"momentum={momentum!r} is not in [0, 1): momentum correction decays by it; None turns it off.")
     check_choice("nonfinite", options.nonfinite, ("skip", "propagate"))
     dtype = options.residual_dtype
-    if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, jnp.float32) == jnp.dtype(dtype)):
+    if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32):
         raise ValueError(
             f"residual_dtype={jnp.dtype(dtype).name} would lose small gradients that are added to it one by one: use float32 or float64."
         )

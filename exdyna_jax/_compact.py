@@ -1,18 +1,16 @@
 """The hot path: marks as bit words, bit words to sorted indices. No sort, no `nonzero`, no running sum over the whole array.
 
-A word is a uint32 that holds the marks of 32 neighbouring elements, lowest bit first. To list the marked elements, marks are counted
-per word and up a tree of static fan-out; only the short top level gets a running sum. Each output slot then walks down: the group that
-holds its rank, the word in that group, the bit in that word. The walk touches `capacity` slots, not the array.
+A word is a uint32 that holds the marks of 32 neighbouring elements, lowest bit first. To list the marked elements, marks are counted per
+group of 32 words, and only these few counts get a running sum. Each output slot then walks down: the group that holds its rank, the word
+in that group, the bit in that word. The walk touches `capacity` slots, not the array.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 WORD = 32
-_FANOUT = (4, 8)  # words per group, groups per top-level group: measured fastest on CPU among the trees tried (benchmarks/selection.py)
+GROUP = 32  # words; deeper and narrower trees were no faster, and their counts take memory
 
 
 def words_in(size: int) -> int:
@@ -27,6 +25,11 @@ def to_words(marks: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(marks, bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
+def count(marks: jax.Array) -> jax.Array:
+    """int32 []: how many are marked. By way of words, since XLA's CPU compiler sums a bool array through one of integers as long as it."""
+    return jnp.sum(lax.population_count(to_words(marks)).astype(jnp.int32), dtype=jnp.int32)
+
+
 def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
     """Position of the set bit number `rank` (from 0, lowest first) of each word, by halving."""
     position = jnp.zeros_like(rank)
@@ -39,17 +42,18 @@ def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
     return position
 
 
-def _descend(counts: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The child [slots] in which `rank` falls, given counts [slots, children], and the rank inside that child."""
-    child = jnp.zeros_like(rank)
+def _nth_word(words: jax.Array, group: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index [slots] of the word in which mark number `rank` of each group falls, and the rank inside that word."""
+    rows = words.reshape(-1, GROUP)
+    index = jnp.zeros_like(rank)
     before = jnp.zeros_like(rank)
     total = jnp.zeros_like(rank)
-    for i in range(counts.shape[1] - 1):
-        total = total + counts[:, i]
+    for i in range(GROUP - 1):
+        total = total + lax.population_count(rows[group, i]).astype(jnp.int32)
         beyond = rank >= total
-        child = child + beyond.astype(jnp.int32)
+        index = index + beyond.astype(jnp.int32)
         before = jnp.where(beyond, total, before)
-    return child, rank - before
+    return group * GROUP + index, rank - before
 
 
 def ranks(count: jax.Array, capacity: int, turn: jax.Array) -> jax.Array:
@@ -79,21 +83,16 @@ def compact(words: jax.Array, capacity: int, fill: int, turn: jax.Array) -> tupl
     Returns:
       int32 [capacity] ascending indices, then `fill`; and int32 [] the number of marked elements, which may exceed `capacity`.
     """
-    words = jnp.pad(words, (0, -words.size % math.prod(_FANOUT)))
-    levels = [lax.population_count(words).astype(jnp.int32)]
-    for fanout in _FANOUT:
-        levels.append(jnp.sum(levels[-1].reshape(-1, fanout), axis=1, dtype=jnp.int32))
-    top = jnp.cumsum(levels[-1], dtype=jnp.int32)
-    count = top[-1]
+    words = jnp.pad(words, (0, -words.size % GROUP))
+    counts = jnp.sum(lax.population_count(words).reshape(-1, GROUP), axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    marked = ends[-1]
+    rank = ranks(marked, capacity, turn)
+    group = jnp.minimum(jnp.searchsorted(ends, rank, side="right").astype(jnp.int32), ends.size - 1)
+    word, rank = _nth_word(words, group, rank - (ends[group] - counts[group]))
+    index = word * WORD + _nth_bit(words[word], rank)
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    rank = ranks(count, capacity, turn)
-    node = jnp.minimum(jnp.searchsorted(top, rank, side="right").astype(jnp.int32), top.size - 1)
-    rank = rank - (top[node] - levels[-1][node])
-    for fanout, counts in zip(reversed(_FANOUT), reversed(levels[:-1]), strict=True):
-        child, rank = _descend(counts.reshape(-1, fanout)[node], rank)
-        node = node * fanout + child
-    index = node * WORD + _nth_bit(words[node], rank)
-    return jnp.where(slot < count, index, fill), count
+    return jnp.where(slot < marked, index, fill), marked
 
 
 def or_one(words: jax.Array, start: jax.Array, stop: jax.Array, turn: jax.Array) -> jax.Array:

@@ -5,13 +5,17 @@ residuals stay leaf by leaf: joining them would cost more than everything else i
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from exdyna_jax._compact import WORD, to_words, words_in
 
+_CHUNK = 2**17  # elements that the marking loop takes at a time on CPU, at least: 0.5 MiB fit the cache, and the loop's cost vanishes
 _LARGEST_SPAN = 2**31 - 2 * WORD
 
 
@@ -50,6 +54,11 @@ def takes_part(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and math.prod(leaf.shape) > 0
 
 
+def widest(*dtypes: Any) -> Any:
+    """The floating dtype with the most bits."""
+    return max(map(jnp.dtype, dtypes), key=lambda dtype: jnp.finfo(dtype).bits)
+
+
 def make_layout(tree: Any, residual_dtype: Any, min_size: float) -> Layout:
     """The index space of a pytree of arrays or of shapes; raises a ValueError where it outgrows int32."""
     sparse: list[Leaf] = []
@@ -59,7 +68,7 @@ def make_layout(tree: Any, residual_dtype: Any, min_size: float) -> Layout:
         if not takes_part(leaf):
             continue
         size = math.prod(leaf.shape)
-        wide = jnp.promote_types(leaf.dtype, residual_dtype or jnp.float32)
+        wide = widest(leaf.dtype, residual_dtype or jnp.float32)
         entry = Leaf(position, tuple(leaf.shape), jnp.dtype(leaf.dtype), wide, size, span)
         if size < min_size:
             dense.append(entry)
@@ -71,7 +80,7 @@ def make_layout(tree: Any, residual_dtype: Any, min_size: float) -> Layout:
             f"This worker's tree has {span} positions; indices are int32 and end at {_LARGEST_SPAN}. Shard the parameters over a second "
             "mesh axis (the sparsifier works shard by shard), or give parts of the tree a transformation each with optax.partition."
         )
-    dtype = jnp.result_type(jnp.float32, *(leaf.residual_dtype for leaf in sparse))
+    dtype = widest(jnp.float32, *(leaf.residual_dtype for leaf in sparse))
     return Layout(tuple(sparse), tuple(dense), sum(leaf.size for leaf in sparse), span, dtype)
 
 
@@ -87,17 +96,72 @@ def step(momentum: float | None, g: jax.Array, e: jax.Array, u: jax.Array | None
 
 
 def marks(accumulator: Accumulator, threshold: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """uint32 [span / 32]: bit words of `|a| >= threshold` at the positions in [start, stop), both multiples of 32."""
-    sums = (add(accumulator.momentum, *terms) for terms in accumulator.leaves)
-    words = jnp.concatenate([to_words(jnp.abs(a) >= threshold.astype(a.dtype)) for a in sums])
-    position = jnp.arange(words.size, dtype=jnp.int32) * WORD
-    return jnp.where((position >= start) & (position < stop), words, jnp.uint32(0))
+    """uint32 [span / 32]: bit words of `|a| >= threshold` at the positions in [start, stop), both multiples of 32.
+
+    On CPU a loop reads the elements of the range and no others, chunk by chunk; elsewhere, where a loop is a train of kernel launches,
+    all are read at once.
+    """
+
+    def chunk_words(terms: tuple[jax.Array, ...], first: jax.Array | int) -> jax.Array:
+        """Words of elements that begin at the position `first`."""
+        a = add(accumulator.momentum, *terms)
+        words = to_words(jnp.abs(a) >= threshold.astype(a.dtype))
+        position = first + jnp.arange(words.size, dtype=jnp.int32) * WORD
+        return jnp.where((position >= start) & (position < stop), words, jnp.uint32(0))
+
+    layout = accumulator.layout
+
+    def at_once() -> jax.Array:
+        return jnp.concatenate([chunk_words(terms, leaf.offset) for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True)])
+
+    def in_chunks() -> jax.Array:
+        words = jnp.zeros_like(accumulator.leaves[0][0], jnp.uint32, (layout.span // WORD,))
+        for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
+            chunks = leaf.size // _CHUNK
+            each = leaf.size // WORD // max(chunks, 1) * WORD  # elements in a chunk
+            if chunks:
+                words = lax.fori_loop(
+                    jnp.clip((start - leaf.offset) // each, 0, chunks),
+                    jnp.clip(-(-(stop - leaf.offset) // each), 0, chunks),
+                    partial(_mark_chunk, chunk_words, leaf.offset, terms, each),
+                    words,
+                )
+            done = chunks * each
+            if done < leaf.size:
+                rest = chunk_words(tuple(x[done:] for x in terms), leaf.offset + done)
+                words = lax.dynamic_update_slice(words, rest, ((leaf.offset + done) // WORD,))
+        return words
+
+    return lax.platform_dependent(cpu=in_chunks, default=at_once)
+
+
+def _mark_chunk(
+    chunk_words: Callable[..., jax.Array], offset: int, terms: tuple[jax.Array, ...], size: int, i: jax.Array, words: jax.Array
+) -> jax.Array:
+    """Writes the words of chunk i of a leaf, of `size` elements, in place."""
+    chunk = tuple(lax.dynamic_slice(x, (i * size,), (size,)) for x in terms)
+    first = offset + i * size
+    return lax.dynamic_update_slice(words, chunk_words(chunk, first), (first // WORD,))
 
 
 def within(leaf: Leaf, indices: jax.Array) -> jax.Array:
     """Indices relative to a leaf; `leaf.size`, which is out of range, where they lie outside it (-1 would wrap)."""
     inside = (indices >= leaf.offset) & (indices < leaf.offset + leaf.size)
     return jnp.where(inside, indices - leaf.offset, leaf.size)
+
+
+def put(rows: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
+    """Sets elements of a leaf [1, *shape] at flat indices; those that are out of range are dropped.
+
+    Not flattened: XLA writes in place only where shapes are the same to the letter.
+    """
+    index = [jnp.zeros_like(at)]
+    below = rows.size
+    for extent in rows.shape[1:]:
+        below //= extent
+        index.append(at // below)  # an index out of range is so along the first axis
+        at = at % below
+    return rows.at[tuple(index)].set(values, mode="drop")
 
 
 def take(accumulator: Accumulator, indices: jax.Array) -> jax.Array:
@@ -131,7 +195,7 @@ def probe(accumulator: Accumulator, stride: int) -> jax.Array:
     finite numbers finite.
     """
     gradients = [terms[0] for terms in accumulator.leaves + accumulator.dense]
-    dtype = jnp.result_type(accumulator.layout.dtype, *(g.dtype for g in gradients))
+    dtype = widest(accumulator.layout.dtype, *(g.dtype for g in gradients))
     total = jnp.zeros((), dtype)
     for g in gradients:
         total = total + jnp.sum(g[::stride].astype(dtype) * jnp.asarray(2.0**-30, dtype))

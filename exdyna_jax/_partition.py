@@ -96,7 +96,6 @@ def _paper_next(topology: Topology, grid: Grid, size: int, counts: jax.Array, in
     total = jnp.sum(counts, dtype=jnp.int32)
     mean = total // n
     moved = (grid.block_size * (total.astype(real) / size)).astype(jnp.int32)
-    floor = grid.num_blocks / (4 * n)
 
     def pair(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, counts = carry
@@ -104,7 +103,7 @@ def _paper_next(topology: Topology, grid: Grid, size: int, counts: jax.Array, in
         heavy_here = (here > 1.05) & (there < 0.95238)
         heavy_there = (here < 0.95238) & (there > 1.05)
         giver = jnp.where(heavy_here, blocks[i], blocks[i + 1])
-        move = (heavy_here | heavy_there) & (giver - 1 >= floor) & (mean > 0)
+        move = (heavy_here | heavy_there) & (4 * n * (giver - 1) >= grid.num_blocks) & (mean > 0)
         sign = jnp.where(move, jnp.where(heavy_here, 1, -1), 0).astype(jnp.int32)
         return blocks.at[i].add(-sign).at[i + 1].add(sign), counts.at[i].add(-sign * moved).at[i + 1].add(sign * moved)
 

@@ -15,7 +15,7 @@ from jax import lax
 from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, step, within
+from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step, within
 from exdyna_jax._metrics import Metrics
 
 
@@ -127,11 +127,11 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             at = within(leaf, indices)
             mean = done.mean.astype(leaf.dtype)
             rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
-            grown, moved = _grow(options.momentum, terms, done.finite)
-            means[leaf.position] = jnp.zeros(leaf.size, leaf.dtype).at[at].set(mean, mode="drop")
-            residuals[leaf.position] = grown.at[at].set(rest.astype(grown.dtype), mode="drop")
+            grown, moved = _grow(options.momentum, leaf, terms, done.finite)
+            means[leaf.position] = put(jnp.zeros((1, *leaf.shape), leaf.dtype), at, mean)
+            residuals[leaf.position] = put(grown, at, rest.astype(grown.dtype))
             for u in moved:
-                velocities[leaf.position] = u.at[at].set(0, mode="drop")
+                velocities[leaf.position] = put(u, at, jnp.zeros_like(rest, u.dtype))
         for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
             whole = jnp.where(done.finite, total / workers.size, 0)
             mean = whole.astype(leaf.dtype)
@@ -156,7 +156,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         finite = psum(local.finite.astype(jnp.int32), workers) == workers.size
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for leaf, terms in zip(layout.leaves + layout.dense, accumulator.leaves + accumulator.dense, strict=True):
-            grown, moved = _grow(options.momentum, terms, finite)
+            grown, moved = _grow(options.momentum, leaf, terms, finite)
             means[leaf.position] = jnp.zeros(leaf.size, leaf.dtype)
             residuals[leaf.position] = grown
             for u in moved:
@@ -195,11 +195,13 @@ def _replace(tree: Any, new: Leaves) -> Any:
     return jax.tree.unflatten(treedef, [new[i].reshape(leaf.shape) if i in new else leaf for i, leaf in enumerate(leaves)])
 
 
-def _grow(momentum: float | None, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Residual, and velocity where there is one, after this step's gradient; as they were if the step is skipped."""
+def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Residual, and velocity where there is one, in the state's shape, after this step's gradient; as they were in a skipped step."""
+    terms = tuple(x.reshape(1, *leaf.shape) for x in terms)
     _, e, *velocity = terms
     grown = jnp.where(finite, add(momentum, *terms), e)
-    return grown, tuple(jnp.where(finite, step(momentum, *terms), u) for u in velocity)
+    moved = (jnp.where(finite, step(momentum, *terms), u) for u in velocity)
+    return grown, tuple(moved)
 
 
 def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, local: Local, workers: Workers) -> Exchange:

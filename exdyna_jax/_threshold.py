@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from exdyna_jax._collectives import Workers, agreed, psum
+from exdyna_jax._compact import count
 from exdyna_jax._layout import Accumulator, sample
 
-_TINY = 0x00800000  # bits of the smallest normal float32: as a threshold it lets everything through but zeros
+_TINY = 2.0**-126  # the smallest normal float32: as a threshold it lets everything through but zeros
+_FIRST_SLOPE = 4.0
 _SAMPLE = 2**18
 
 
@@ -57,7 +59,7 @@ class Servo(NamedTuple):
     next_threshold: jax.Array  # float []; 0: not known, to be estimated from the next accumulator
     slope: jax.Array  # float32 [], -d log(count) / d log(threshold), on a running average
     trend: jax.Array  # float32 [], drift of log(threshold) per step
-    age: jax.Array  # int32 [], steps since the threshold was estimated
+    age: jax.Array  # int32 [], steps since the residuals were all zero
 
 
 def quantile(magnitudes: jax.Array, target: jax.Array, workers: Workers) -> jax.Array:
@@ -70,15 +72,15 @@ def quantile(magnitudes: jax.Array, target: jax.Array, workers: Workers) -> jax.
 
     def narrow(i: jax.Array, low: jax.Array) -> jax.Array:
         shift = (28 - 4 * i).astype(jnp.uint32)
-        candidates = low + (jnp.arange(1, 16, dtype=jnp.uint32) << shift)
-        counts = psum(jnp.sum(bits[None] >= candidates[:, None], axis=1, dtype=jnp.int32), workers)
+        candidates = (low + (jnp.uint32(digit) << shift) for digit in range(1, 16))
+        counts = psum(jnp.stack([count(bits >= candidate) for candidate in candidates]), workers)
         return low + (jnp.sum(counts >= target, dtype=jnp.uint32) << shift)
 
-    return lax.bitcast_convert_type(jnp.maximum(lax.fori_loop(0, 8, narrow, jnp.uint32(0)), jnp.uint32(_TINY)), jnp.float32)
+    return jnp.maximum(lax.bitcast_convert_type(lax.fori_loop(0, 8, narrow, jnp.uint32(0)), jnp.float32), _TINY)
 
 
 def _proportional_init(k: jax.Array) -> Servo:
-    return Servo(jnp.zeros((), k.dtype), jnp.float32(4), jnp.float32(0), jnp.int32(0))
+    return Servo(jnp.zeros((), k.dtype), jnp.float32(_FIRST_SLOPE), jnp.float32(0), jnp.int32(0))
 
 
 def _proportional_start(state: Servo, accumulator: Accumulator, k: jax.Array, workers: Workers) -> jax.Array:
@@ -92,23 +94,33 @@ def _proportional_start(state: Servo, accumulator: Accumulator, k: jax.Array, wo
     return lax.cond(agreed(state.next_threshold == 0, workers), estimate, lambda: state.next_threshold)
 
 
+def _weight(count: jax.Array) -> jax.Array:
+    return count.astype(jnp.float32) / (count.astype(jnp.float32) + 16)
+
+
 def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, sent: jax.Array, excess: jax.Array, k: jax.Array) -> Servo:
     """Moves log(threshold) by the error of log(count) over the local slope, plus a trend, plus what young residuals will grow.
 
-    The slope comes for free from the elements sent: with `count ~ t^-slope` the mean of `log(|a|/t)` above t is `1 / slope`.
+    The slope comes for free from the elements sent: with `count ~ t^-slope` the mean of `log(|a|/t)` above t is `1 / slope`. Small counts
+    say little, being mostly chance, and are given less weight.
     """
     k = k.astype(jnp.float32)
     error = jnp.log((selected.astype(jnp.float32) + 0.5) / (k + 0.5))
     bounded = jnp.clip(error, -1, 1)
     measured = jnp.clip(sent.astype(jnp.float32) / jnp.maximum(excess, 1e-6), 1.5, 12)
-    slope = jnp.where(sent > 0, 0.8 * state.slope + 0.2 * measured, state.slope)
-    trend = jnp.clip(state.trend + 0.2 * bounded / slope, -0.1, 0.1)
+    slope = state.slope + 0.2 * _weight(sent) * (measured - state.slope)
+    correction = _weight(k) * bounded / slope
+    trend = jnp.clip(state.trend + 0.2 * correction, -0.1, 0.1)
     age = state.age.astype(jnp.float32)
-    move = 0.7 * bounded / slope + trend + 0.5 * jnp.log((age + 2) / (age + 1))
-    moved = jnp.maximum(threshold * jnp.exp(move).astype(threshold.dtype), jnp.finfo(jnp.float32).tiny)
-    lost = (jnp.abs(error) > jnp.log(4.0)) & (jnp.abs(selected - k) > 8 * jnp.sqrt(k)) | (selected == 0)
-    fresh = Servo(jnp.zeros_like(threshold), jnp.float32(4), jnp.float32(0), jnp.int32(0))
-    return jax.tree.map(lambda a, b: jnp.where(lost, a, b), fresh, Servo(moved, slope, trend, state.age + 1))
+    move = 0.7 * correction + trend + 0.5 * jnp.log((age + 2) / (age + 1))
+    moved = jnp.maximum(threshold * jnp.exp(move).astype(threshold.dtype), _TINY)
+    lost = (jnp.abs(error) > jnp.log(4.0)) & (jnp.abs(selected.astype(jnp.float32) - k) > 8 * jnp.sqrt(k)) | (selected == 0)
+    return Servo(
+        next_threshold=jnp.where(lost, 0, moved),
+        slope=jnp.where(lost, _FIRST_SLOPE, slope),
+        trend=jnp.where(lost, 0, trend),
+        age=jnp.where((selected == 0) & (threshold <= _TINY), 0, state.age + 1),
+    )
 
 
 RULES = {

@@ -1,6 +1,6 @@
 """How close the density comes to the one asked for, how even the partitions are, and what overflows: ExDyna's default rules and capacity.
 
-Workers are simulated on one device with `vmap`. Gradients are normal, correlated between workers, in layers of random sizes whose scales are
+Workers are simulated on one device with `vmap`. Gradients are normal, correlated between workers, in layers of random sizes with scales
 log-uniform over three decades, and drift by 30 % over time. The rival is the published pair of rules (`--rule paper`).
 
     python benchmarks/control.py [--workers 4 16] [--density 0.01 0.001] [--scale 1e-6 1e-3 1 1e3] [--json FILE]

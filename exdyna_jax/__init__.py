@@ -3,7 +3,9 @@
 from exdyna_jax._dense import dense as dense
 from exdyna_jax._exdyna import exdyna as exdyna
 from exdyna_jax._gradients import local_value_and_grad as local_value_and_grad
+from exdyna_jax._replicas import assert_replicas_equal as assert_replicas_equal
 from exdyna_jax._state import metrics as metrics
+from exdyna_jax._state import reshard as reshard
 from exdyna_jax._state import state_specs as state_specs
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from exdyna_jax._collectives import Workers, bound_size, replicated_paths
+from exdyna_jax._collectives import Workers, bound_size, replicated_paths, unmanaged_axes
 from exdyna_jax._layout import takes_part
 
 
@@ -89,6 +89,13 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
     """The gradient and the state that belongs to it, at trace time."""
     if bound_size(fast) is None:
         raise ValueError(f"dense_axis={fast} is not bound here: call update inside shard_map over it too, or leave it out.")
+    unmanaged = unmanaged_axes(workers.axes)
+    if unmanaged:
+        raise ValueError(
+            f"shard_map is manual over {workers.axes} here, but not over {unmanaged}: what is sharded there would be gathered before "
+            "anything is selected. Name these axes in axis_names too (or leave axis_names out), or call update inside a shard_map over "
+            f"{unmanaged} nested in this one."
+        )
     if num_workers is not None and num_workers != workers.size:
         raise ValueError(_contradicts(workers.axes, workers.size, num_workers))
     gradients = jax.tree_util.tree_leaves_with_path(updates)

@@ -54,7 +54,7 @@ def _varying(x: Any) -> frozenset[str]:
 
 def _tracked(axes: tuple[str, ...]) -> bool:
     """Whether types say what varies along `axes`. The probe is dead code in the compiled program."""
-    return bool(axes) and set(axes) <= _varying(lax.axis_index(axes))
+    return bool(axes) and bound_size(axes) is not None and set(axes) <= _varying(lax.axis_index(axes))
 
 
 def to_varying(tree: Any, axes: tuple[str, ...]) -> Any:
@@ -65,6 +65,14 @@ def to_varying(tree: Any, axes: tuple[str, ...]) -> Any:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if _tracked(axes) else tree
+
+
+def unmanaged_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes of the mesh, of more than one device, that are left to the compiler inside a `shard_map` over `axes`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not axes or not set(axes) <= set(mesh.manual_axes):
+        return ()
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def replicated_paths(tree: Any, axes: tuple[str, ...]) -> list[str]:

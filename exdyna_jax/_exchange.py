@@ -44,6 +44,20 @@ def gather(indices: jax.Array, count: jax.Array, local: Local, workers: Workers)
     return Message(rows[:, :-2], rows[:, -2], _identical(rows[:, -1]))
 
 
+def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
+    """Rows of which the first `filled` slots count, one behind the other without the padding between them.
+
+    int32 [n, capacity] and [n] -> int32 [n * capacity], then `fill`; and the row each slot came from, n for padding. Rows that are
+    ascending, and begin beyond the end of the row before, so become one ascending list.
+    """
+    n, capacity = rows.shape
+    ends = jnp.cumsum(filled, dtype=jnp.int32)
+    slot = jnp.arange(n * capacity, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, slot, side="right").astype(jnp.int32)
+    column = slot - (ends - filled).at[row].get(mode="clip")
+    return rows.at[row, column].get(mode="fill", fill_value=fill), row
+
+
 def _checksum_bits(local: Local) -> jax.Array:
     return lax.bitcast_convert_type(local.checksum.astype(jnp.float32), jnp.int32)
 

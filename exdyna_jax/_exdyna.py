@@ -13,7 +13,7 @@ from exdyna_jax._checks import check_blocks, check_choice
 from exdyna_jax._collectives import AxisName, Workers, agreed
 from exdyna_jax._compact import compact, or_one
 from exdyna_jax._density import Density, make_density, slots, target, tier_of, tiers
-from exdyna_jax._exchange import Local, Message, Sums, gather, gather_bytes, reduce, reduce_bytes
+from exdyna_jax._exchange import Local, Message, Sums, gather, gather_bytes, join, reduce, reduce_bytes
 from exdyna_jax._layout import Accumulator, Layout, marks, take
 from exdyna_jax._partition import BALANCES, PAPER_BLOCKS, Balance, Topology, by_partition, edges, make_grid, partition_of
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify
@@ -133,12 +133,12 @@ def exdyna(
 def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | None, capacity_factor: float) -> Method:
     def init(layout: Layout, n: int) -> tuple[ExdynaControl, jax.Array, jax.Array]:
         state = rule.init(target(density, jnp.int32(0), layout.size))
-        topology = balance.init(make_grid(layout.span, n, num_blocks), n)
+        topology = balance.init(make_grid(layout.span, num_blocks), n)
         return ExdynaControl(state, topology), state.next_threshold, topology.next_blocks
 
     def exchange(accumulator: Accumulator, control: ExdynaControl, count: jax.Array, local: Local, workers: Workers) -> Exchange:
         layout, n = accumulator.layout, workers.size
-        grid = make_grid(layout.span, n, num_blocks)
+        grid = make_grid(layout.span, num_blocks)
         k = target(density, count, layout.size)
         sizes = tiers(density, layout.size)
         capacities = [slots(size, n, capacity_factor, layout.span) for size in sizes]
@@ -155,29 +155,32 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
             """Sends what is marked in buffers of `capacity` slots; the results are as large as for the largest buffers."""
             indices, marked = compact(words, capacity, layout.span, count)
             message = gather(indices, marked, local, workers)
-            values = take(accumulator, message.indices)
-            own = jnp.abs(values[workers.rank])
+            sent = jnp.minimum(message.counts, capacity)
+            indices, owner = join(by_partition(message.indices, count), by_partition(sent, count), layout.span)
+            values = take(accumulator, indices)
+            own = jnp.where(owner == partition, jnp.abs(values), 0)
             excess = jnp.sum(jnp.where(own > 0, jnp.log(own / threshold.astype(own.dtype)), 0))
             sums = reduce(values, (excess,), accumulator, local, workers)
             return Shipped(
-                message._replace(indices=_widen(message.indices, capacities[0], layout.span)),
-                sums._replace(values=_widen(sums.values, capacities[0], 0)),
-                jnp.minimum(message.counts, capacity),
+                _widen(indices, n * capacities[0], layout.span),
+                message._replace(indices=jnp.zeros(0, jnp.int32)),
+                sums._replace(values=_widen(sums.values, n * capacities[0], 0)),
+                sent,
                 jnp.float32(gather_bytes(capacity, n) + reduce_bytes(values.size, 1, layout, n)),
             )
 
         branches = [partial(ship, capacity) for capacity in capacities]
-        message, sums, sent, sent_bytes = branches[0]() if len(branches) == 1 else lax.switch(agreed(tier_of(sizes, k), workers), branches)
+        indices, message, sums, sent, sent_bytes = (
+            branches[0]() if len(branches) == 1 else lax.switch(agreed(tier_of(sizes, k), workers), branches)
+        )
 
         selected = message.counts
         state = rule.next(control.rule, threshold, jnp.sum(selected, dtype=jnp.int32), jnp.sum(sent, dtype=jnp.int32), sums.scalars[0], k)
-        topology = balance.next(
-            control.topology, grid, layout.size, by_partition(selected, count), message.indices, by_partition(sent, count)
-        )
+        topology = balance.next(control.topology, grid, layout.size, by_partition(selected, count), indices, by_partition(sent, count))
         return Exchange(
-            indices=message.indices.reshape(-1),
-            mean=sums.values.reshape(-1) / n,
-            unsent=jnp.zeros(sums.values.size, layout.dtype),
+            indices=indices,
+            mean=sums.values / n,
+            unsent=jnp.zeros_like(sums.values),
             dense=sums.dense,
             finite=sums.finite,
             control=ExdynaControl(state, topology),
@@ -195,11 +198,12 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
 class Shipped(NamedTuple):
     """What one exchange brought."""
 
+    indices: jax.Array  # int32 [n * capacity], ascending, then padding
     message: Message
     sums: Sums
     sent: jax.Array  # int32 [n]
     bytes_sent: jax.Array  # float32 []
 
 
-def _widen(rows: jax.Array, capacity: int, fill: int) -> jax.Array:
-    return jnp.pad(rows, ((0, 0), (0, capacity - rows.shape[1])), constant_values=fill)
+def _widen(slots: jax.Array, size: int, fill: int) -> jax.Array:
+    return jnp.pad(slots, (0, size - slots.size), constant_values=fill)

@@ -16,6 +16,7 @@ from jax import lax
 from exdyna_jax._compact import WORD, to_words, words_in
 
 _CHUNK = 2**17  # elements that the marking loop takes at a time on CPU, at least: 0.5 MiB fit the cache, and the loop's cost vanishes
+_WINDOW = 4096  # slots that are looked up or written at a time on CPU
 _LARGEST_SPAN = 2**31 - 2 * WORD
 
 
@@ -144,34 +145,101 @@ def _mark_chunk(
     return lax.dynamic_update_slice(words, chunk_words(chunk, first), (first // WORD,))
 
 
-def within(leaf: Leaf, indices: jax.Array) -> jax.Array:
+def take(accumulator: Accumulator, indices: jax.Array) -> jax.Array:
+    """`a` at ascending indices, 0 at the padding that follows them. int32 [K] -> [K] of dtype `layout.dtype`."""
+    layout = accumulator.layout
+    values = jnp.zeros_like(accumulator.leaves[0][1], layout.dtype, indices.shape)
+    for leaf, terms, bounds in zip(layout.leaves, accumulator.leaves, _bounds(layout, indices), strict=True):
+
+        def look_up(window: Window, values: jax.Array, leaf: Leaf = leaf, terms: tuple[jax.Array, ...] = terms) -> jax.Array:
+            at = _within(leaf, window(indices))
+            found = add(accumulator.momentum, *(x.at[at].get(mode="fill", fill_value=0) for x in terms))
+            return window.write(values, jnp.where(at < leaf.size, found.astype(values.dtype), window(values)))
+
+        values = _visit(leaf, bounds, indices.size, look_up, values)
+    return values
+
+
+def put(
+    layout: Layout, indices: jax.Array, rows: list[tuple[jax.Array, ...]], values: list[tuple[jax.Array, ...]]
+) -> list[tuple[jax.Array, ...]]:
+    """Sets elements of arrays shaped as the leaves, `[1, *shape]`, at ascending indices; padding is dropped.
+
+    Args:
+      layout: of the leaves.
+      indices: int32 [K].
+      rows: for each leaf the arrays to set in.
+      values: for each leaf, for each of these arrays, [K] values.
+
+    The arrays are not flattened: XLA writes in place only where shapes are the same to the letter.
+    """
+    results = []
+    for leaf, arrays, news, bounds in zip(layout.leaves, rows, values, _bounds(layout, indices), strict=True):
+
+        def write(
+            window: Window, arrays: tuple[jax.Array, ...], leaf: Leaf = leaf, news: tuple[jax.Array, ...] = news
+        ) -> tuple[jax.Array, ...]:
+            at = _unravel(_within(leaf, window(indices)), leaf.shape)
+            return tuple(x.at[at].set(window(new).astype(x.dtype), mode="drop") for x, new in zip(arrays, news, strict=True))
+
+        results.append(_visit(leaf, bounds, indices.size, write, arrays))
+    return results
+
+
+class Window(NamedTuple):
+    """A run of slots."""
+
+    start: jax.Array | int
+    width: int  # static
+
+    def __call__(self, slots: jax.Array) -> jax.Array:
+        """The slots of the window; near the end it moves down, so as to have its width."""
+        return lax.dynamic_slice(slots, (self.start,), (self.width,))
+
+    def write(self, slots: jax.Array, values: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(slots, values, (self.start,))
+
+
+def _visit(leaf: Leaf, bounds: tuple[jax.Array, jax.Array], slots: int, visit: Callable[[Window, Any], Any], carry: Any) -> Any:
+    """Calls `visit` on windows that cover the slots whose indices lie in a leaf, at positions `bounds[0]` to `bounds[1]`.
+
+    A leaf can't have more slots than elements, so a small one needs one small window. A large one takes, on CPU, as many windows as its
+    slots fill; elsewhere, where a loop is a train of kernel launches, one with all slots.
+    """
+    first, last = bounds
+    if min(leaf.size, slots) <= _WINDOW:
+        return visit(Window(first, min(leaf.size, slots)), carry)
+
+    def in_windows() -> Any:
+        return lax.fori_loop(0, -(-(last - first) // _WINDOW), lambda i, carry: visit(Window(first + i * _WINDOW, _WINDOW), carry), carry)
+
+    return lax.platform_dependent(cpu=in_windows, default=lambda: visit(Window(0, slots), carry))
+
+
+def _bounds(layout: Layout, indices: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """For each leaf the range of ascending indices that lie in it."""
+    starts = jnp.asarray([leaf.offset for leaf in layout.leaves] + [layout.span], jnp.int32)
+    at = jnp.searchsorted(indices, starts).astype(jnp.int32)
+    return [(at[i], at[i + 1]) for i in range(len(layout.leaves))]
+
+
+def _within(leaf: Leaf, indices: jax.Array) -> jax.Array:
     """Indices relative to a leaf; `leaf.size`, which is out of range, where they lie outside it (-1 would wrap)."""
     inside = (indices >= leaf.offset) & (indices < leaf.offset + leaf.size)
     return jnp.where(inside, indices - leaf.offset, leaf.size)
 
 
-def put(rows: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
-    """Sets elements of a leaf [1, *shape] at flat indices; those that are out of range are dropped.
-
-    Not flattened: XLA writes in place only where shapes are the same to the letter.
-    """
+def _unravel(at: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Flat indices to one per axis of `[1, *shape]`; what is out of range stays so, along the first axis of `shape`."""
+    if not shape:
+        return (at,)
     index = [jnp.zeros_like(at)]
-    below = rows.size
-    for extent in rows.shape[1:]:
+    below = math.prod(shape)
+    for extent in shape:
         below //= extent
-        index.append(at // below)  # an index out of range is so along the first axis
+        index.append(at // below)
         at = at % below
-    return rows.at[tuple(index)].set(values, mode="drop")
-
-
-def take(accumulator: Accumulator, indices: jax.Array) -> jax.Array:
-    """`a` at the indices, 0 at padding. Same shape as `indices`, dtype `layout.dtype`."""
-    values = jnp.zeros(indices.shape, accumulator.layout.dtype)
-    for leaf, terms in zip(accumulator.layout.leaves, accumulator.leaves, strict=True):
-        at = within(leaf, indices)
-        found = (x.at[at].get(mode="fill", fill_value=0) for x in terms)
-        values = values + add(accumulator.momentum, *found).astype(values.dtype)
-    return values
+    return tuple(index)
 
 
 def sample(accumulator: Accumulator, most: int) -> tuple[jax.Array, int]:

@@ -5,16 +5,15 @@ A partition is a run of neighbouring blocks. There are as many partitions as wor
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from exdyna_jax._compact import WORD
+from exdyna_jax._compact import WORD, words_in
 
 PAPER_BLOCKS = 1024
 _DEFAULT_BLOCKS = 16384  # fine enough that a layer which holds most of the selected can still be shared out, 64 KiB of state
-_BLOCKS_PER_WORKER = 64
 LARGEST_BLOCK = 65536  # so that a position inside a block fits 16 bits
 
 
@@ -26,13 +25,6 @@ class Grid(NamedTuple):
     num_blocks: int
 
 
-class Balance(NamedTuple):
-    """A balancing rule: `init(grid, n) -> state`, `blocks(state) -> int32 [n]`, `next(state, grid, t, counts, heat) -> state`."""
-
-    init: Callable[[Grid, int], Any]
-    next: Callable[..., Any]
-
-
 class Topology(NamedTuple):
     """Partitions of the next step, equal on all workers."""
 
@@ -40,18 +32,34 @@ class Topology(NamedTuple):
     heat: jax.Array  # float32 [num_blocks], running average of the selected per block; [0] where the rule keeps none
 
 
-def make_grid(span: int, n: int, num_blocks: int | None) -> Grid:
-    """Cuts `span` positions into about `num_blocks` blocks; fewer where a block would be smaller than a word."""
+class Balance(NamedTuple):
+    """A balancing rule.
+
+    `init(grid, n)` is the topology before the first step. `next(topology, grid, size, selected, indices, sent)` is that of the next step,
+    from what the partitions selected and of this sent, both int32 [n] in partition order, and the indices sent; `size` is N.
+    """
+
+    init: Callable[[Grid, int], Topology]
+    next: Callable[[Topology, Grid, int, jax.Array, jax.Array, jax.Array], Topology]
+
+
+def make_grid(span: int, num_blocks: int | None) -> Grid:
+    """Cuts `span` positions into blocks, whatever the number of workers, so that a state can be moved to another.
+
+    By default into blocks of one size, only the last one shorter, about 16,384 or as many as keep a block within 65,536 elements. A given
+    `num_blocks` is cut as published: sizes rounded down, what remains belongs to the last block; fewer blocks where one would be shorter
+    than a word.
+    """
     if num_blocks is None:
-        num_blocks = max(_DEFAULT_BLOCKS, _BLOCKS_PER_WORKER * n, -(-span // (LARGEST_BLOCK - WORD)))
+        block_size = words_in(-(-span // max(_DEFAULT_BLOCKS, -(-span // LARGEST_BLOCK)))) * WORD
+        return Grid(span, max(block_size, WORD), max(-(-span // max(block_size, WORD)), 1))
     block_size = max(span // num_blocks // WORD * WORD, WORD)
     return Grid(span, block_size, max(min(num_blocks, span // block_size), 1))
 
 
-def even_blocks(grid: Grid, n: int) -> jax.Array:
+def even_blocks(num_blocks: int | jax.Array, n: int) -> jax.Array:
     """int32 [n]: blocks per partition as equal as can be, the first ones with one more."""
-    each, more = divmod(grid.num_blocks, n)
-    return each + (jnp.arange(n, dtype=jnp.int32) < more).astype(jnp.int32)
+    return num_blocks // n + (jnp.arange(n, dtype=jnp.int32) < num_blocks % n).astype(jnp.int32)
 
 
 def edges(grid: Grid, blocks: jax.Array) -> jax.Array:
@@ -70,6 +78,12 @@ def by_partition(per_worker: jax.Array, step: jax.Array) -> jax.Array:
     return jnp.roll(per_worker, step % per_worker.shape[0], axis=0)
 
 
+def repartition(topology: Topology, n: int) -> Topology:
+    """The topology for another number of workers."""
+    heat = topology.heat
+    return Topology(cut(heat, n) if heat.size else even_blocks(jnp.sum(topology.next_blocks, dtype=jnp.int32), n), heat)
+
+
 def block_counts(grid: Grid, indices: jax.Array) -> jax.Array:
     """int32 [num_blocks]: how many of the indices fall in each block; padding (>= span) in none. Integers, so that order cannot matter."""
     block = jnp.where(indices < grid.span, jnp.minimum(indices // grid.block_size, grid.num_blocks - 1), grid.num_blocks)
@@ -82,7 +96,7 @@ def block_owner(blocks: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def _paper_init(grid: Grid, n: int) -> Topology:
-    return Topology(even_blocks(grid, n), jnp.zeros(0, jnp.float32))
+    return Topology(even_blocks(grid.num_blocks, n), jnp.zeros(0, jnp.float32))
 
 
 def _paper_next(topology: Topology, grid: Grid, size: int, counts: jax.Array, indices: jax.Array, sent: jax.Array) -> Topology:
@@ -116,7 +130,7 @@ _EVEN_SHARE = 0.002  # of the weight is spread evenly, so that blocks where noth
 
 
 def _proportional_init(grid: Grid, n: int) -> Topology:
-    return Topology(even_blocks(grid, n), jnp.zeros(grid.num_blocks, jnp.float32))
+    return Topology(even_blocks(grid.num_blocks, n), jnp.zeros(grid.num_blocks, jnp.float32))
 
 
 def _proportional_next(topology: Topology, grid: Grid, size: int, counts: jax.Array, indices: jax.Array, sent: jax.Array) -> Topology:
@@ -130,16 +144,21 @@ def _proportional_next(topology: Topology, grid: Grid, size: int, counts: jax.Ar
     fresh = block_counts(grid, indices).astype(jnp.float32) * share[block_owner(topology.next_blocks, grid.num_blocks)]
     news = jnp.clip(jnp.sum(counts).astype(jnp.float32) / (n * _AVERAGED), 0.1, 0.5)
     heat = (1 - news) * topology.heat + news * fresh
-    weight = jnp.cumsum(heat + (_EVEN_SHARE / grid.num_blocks) * jnp.sum(heat) + 1e-6)
+    return Topology(cut(heat, n), heat)
+
+
+def cut(heat: jax.Array, n: int) -> jax.Array:
+    """int32 [n]: blocks per partition such that all have about equal heat, and at least one block each where there are enough."""
+    num_blocks = heat.size
+    weight = jnp.cumsum(heat + (_EVEN_SHARE / num_blocks) * jnp.sum(heat) + 1e-6)
     goals = weight[-1] * (jnp.arange(1, n, dtype=jnp.float32) / n)
     after = jnp.searchsorted(weight, goals).astype(jnp.int32)
     before = jnp.where(after > 0, weight[jnp.maximum(after - 1, 0)], 0.0)
-    cut = jnp.where(goals - before <= weight[after] - goals, after, after + 1)  # the block edge nearest to the goal
-    least = 1 if grid.num_blocks >= n else 0  # blocks that every partition keeps
+    nearest = jnp.where(goals - before <= weight[after] - goals, after, after + 1)  # block edge
+    least = 1 if num_blocks >= n else 0
     order = jnp.arange(1, n, dtype=jnp.int32) * least
-    cut = jnp.clip(jax.lax.cummax(cut - order) if n > 1 else cut, 0, grid.num_blocks - n * least) + order
-    whole = jnp.concatenate([jnp.zeros(1, jnp.int32), cut, jnp.full(1, grid.num_blocks, jnp.int32)])
-    return Topology(jnp.diff(whole), heat)
+    inner = jnp.clip(jax.lax.cummax(nearest - order) if n > 1 else nearest, 0, num_blocks - n * least) + order
+    return jnp.diff(jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, num_blocks, jnp.int32)]))
 
 
 BALANCES = {

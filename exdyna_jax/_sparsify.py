@@ -15,7 +15,7 @@ from jax import lax
 from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step, within
+from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step
 from exdyna_jax._metrics import Metrics
 
 
@@ -36,7 +36,7 @@ PER_WORKER = ("residual", "velocity")  # fields that differ between workers
 class Exchange(NamedTuple):
     """What a method did in a step."""
 
-    indices: jax.Array  # int32 [K], each at most once; padding is `span`; replicated
+    indices: jax.Array  # int32 [K], ascending, each at most once, then padding, which is `span`; replicated
     mean: jax.Array  # [K], the update at the indices; replicated
     unsent: jax.Array  # [K], what stays in the residual at the indices; per worker
     dense: tuple[jax.Array, ...]  # the sum over workers of each dense leaf; replicated
@@ -91,7 +91,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         zeros = [jnp.zeros((rows, 0), jnp.float32)] * len(leaves)  # of leaves that take no part
         for leaf in layout.leaves + layout.dense:
             zeros[leaf.position] = jnp.zeros((rows, *leaf.shape), leaf.residual_dtype)
-        residual = to_varying(jax.tree.unflatten(treedef, zeros), axes if rows == 1 else ())
+        residual = to_varying(jax.tree.unflatten(treedef, zeros), axes)
         return SparsifyState(
             exchanges=jnp.int32(0),
             mini_step=jnp.int32(0),
@@ -122,16 +122,19 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         done = run(accumulator, state.control, state.exchanges, local, workers)
         indices = jnp.where(done.finite, done.indices, layout.span)  # a skipped step has padding only
 
-        means, residuals, velocities = Leaves(), Leaves(), Leaves()
+        rows, values = [], []
         for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
-            at = within(leaf, indices)
+            grown, moved = _grow(options.momentum, leaf, terms, done.finite)
             mean = done.mean.astype(leaf.dtype)
             rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
-            grown, moved = _grow(options.momentum, leaf, terms, done.finite)
-            means[leaf.position] = put(jnp.zeros((1, *leaf.shape), leaf.dtype), at, mean)
-            residuals[leaf.position] = put(grown, at, rest.astype(grown.dtype))
-            for u in moved:
-                velocities[leaf.position] = put(u, at, jnp.zeros_like(rest, u.dtype))
+            rows.append((jnp.zeros((1, *leaf.shape), leaf.dtype), grown, *moved))
+            values.append((mean, rest, *(jnp.zeros_like(rest) for _ in moved)))
+        means, residuals, velocities = Leaves(), Leaves(), Leaves()
+        for leaf, (update, residual, *velocity) in zip(layout.leaves, put(layout, indices, rows, values), strict=True):
+            means[leaf.position] = update
+            residuals[leaf.position] = residual
+            for u in velocity:
+                velocities[leaf.position] = u
         for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
             whole = jnp.where(done.finite, total / workers.size, 0)
             mean = whole.astype(leaf.dtype)
@@ -245,7 +248,7 @@ def _metrics(done: Exchange, last: Metrics, layout: Layout, n: int) -> Metrics:
         overflow=total - sent,
         gradients_identical=done.identical,
         bytes_sent=done.bytes_sent,
-        bytes_dense=last.bytes_dense,
+        bytes_dense=jnp.float32(dense_bytes(layout, n)),
         **_skips(done.finite, last),
     )
 

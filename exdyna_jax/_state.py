@@ -1,11 +1,15 @@
 """The state as a user handles it: where it is sharded, what it reports."""
 
+from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from exdyna_jax._collectives import AxisName, axis_tuple
+from exdyna_jax._partition import Topology, repartition
 from exdyna_jax._sparsify import PER_WORKER, SparsifyState
 
 
@@ -42,7 +46,7 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
     for path in names:
         for depth, name in enumerate(path):
             fields.setdefault(path[:depth], set()).add(name)
-    ours = {parent for parent, children in fields.items() if {"residual", "control", "mini_step"} <= children}
+    ours = {parent for parent, children in fields.items() if {"exchanges", "mini_step", "residual"} <= children}
 
     def spec(path: tuple[Any, ...]) -> PartitionSpec:
         mine = any(path[:depth] in ours and name in PER_WORKER for depth, name in enumerate(path))
@@ -84,3 +88,71 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 def _is_ours(node: Any) -> bool:
     return isinstance(node, SparsifyState)
+
+
+def reshard(opt_state: Any, num_workers: int) -> Any:
+    r"""The same state for another number of workers; nothing that waits in the residuals is lost.
+
+    New worker j takes over the share of the old workers that covers its place, :math:`e'_j = \sum_i w_{ji} e_i` with
+    :math:`w_{ji} = m \, |[i/n, (i+1)/n) \cap [j/m, (j+1)/m)|`. Each new residual is an average of old ones, and their mean over the workers
+    stays what it was. The threshold, the step and what the balancing has learnt are kept; partitions are cut anew.
+
+    Args:
+      opt_state: an optax state, a TrainState, or any tree around sparsifier states, in the global view: residual leaves `[n, *shape]`.
+        Other leaves pass as they are.
+      num_workers: m, the new number of workers.
+
+    Returns:
+      The same tree with residual leaves `[m, *shape]`, unsharded where the old ones can't be resharded in place: lay it out with
+      `state_specs`.
+
+    Raises:
+      ValueError: for a number of workers that is not a positive int, for a tree without a sparsifier state, or for one worker's view.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import exdyna_jax
+      >>> tx = exdyna_jax.exdyna(density=0.01, axis_name="data", num_workers=4)
+      >>> state = tx.init(jnp.zeros(100))
+      >>> exdyna_jax.reshard(state, 8).residual.shape
+      (8, 100)
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r} is not a positive int.")
+    if not any(_is_ours(node) for node in jax.tree.leaves(opt_state, is_leaf=_is_ours)):
+        raise ValueError("There is no sparsifier state in this tree: hand in the optimizer state, or what holds it.")
+    return jax.tree.map(lambda node: _reshard(node, num_workers) if _is_ours(node) else node, opt_state, is_leaf=_is_ours)
+
+
+def _reshard(state: SparsifyState, m: int) -> SparsifyState:
+    n = state.metrics.selected_per_worker.shape[-1]
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves((state.residual, state.velocity))}
+    if rows - {n}:
+        raise ValueError(
+            f"The residual has {rows.pop()} rows, but the state is that of {n} workers: call reshard on the global view, outside shard_map."
+        )
+    corners = np.union1d(np.arange(n + 1) * m, np.arange(m + 1) * n)  # of both divisions, in units of 1 / (n m)
+    shares = np.zeros((m, n))
+    for start, stop in pairwise(corners):
+        shares[start // n, start // m] = (stop - start) / n
+
+    def average(rows: jax.Array) -> jax.Array:
+        return jnp.tensordot(jnp.asarray(shares, rows.dtype), rows, axes=1, precision=jax.lax.Precision.HIGHEST)
+
+    def again(part: Any) -> Any:
+        return repartition(part, m) if isinstance(part, Topology) else part
+
+    last = state.metrics
+    idle = jax.tree.map(jnp.zeros_like, last)
+    return state._replace(
+        residual=jax.tree.map(average, state.residual),
+        velocity=jax.tree.map(average, state.velocity),
+        control=jax.tree.map(again, state.control, is_leaf=lambda part: isinstance(part, Topology)),
+        metrics=idle._replace(
+            selected_per_worker=jnp.zeros(m, jnp.int32),
+            threshold=last.threshold,
+            blocks=None if last.blocks is None else jnp.zeros(m, jnp.int32),
+            skipped=last.skipped,
+            skipped_in_a_row=last.skipped_in_a_row,
+        ),
+    )

@@ -107,7 +107,7 @@ def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, 
     k = k.astype(jnp.float32)
     error = jnp.log((selected.astype(jnp.float32) + 0.5) / (k + 0.5))
     bounded = jnp.clip(error, -1, 1)
-    measured = jnp.clip(sent.astype(jnp.float32) / jnp.maximum(excess, 1e-6), 1.5, 12)
+    measured = jnp.clip(sent.astype(jnp.float32) / jnp.maximum(excess, 1e-6), 1.5, 300)
     slope = state.slope + 0.2 * _weight(sent) * (measured - state.slope)
     correction = _weight(k) * bounded / slope
     trend = jnp.clip(state.trend + 0.2 * correction, -0.1, 0.1)

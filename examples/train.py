@@ -1,0 +1,220 @@
+"""Trains one task with one method, data-parallel, and shows what was sent and what came of it.
+
+    python examples/train.py --method exdyna --density 0.01 --plot run.png
+
+The workers are accelerators where there are enough of them, otherwise virtual CPU devices.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from cli import Parser, output_file, picture_file
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from report import History, Result, plot, progress, table, write_json
+from rich.console import Console
+from workloads import TASKS, Batch, Task, count, held_out_batches, load_task, training_batches
+
+from exdyna_jax import dense, exdyna, local_value_and_grad, metrics, state_specs
+
+AXIS = "data"
+_FETCH_EVERY = 10  # steps between two looks at the metrics: looking at each step would stall the devices
+
+
+class Method(NamedTuple):
+    """A way to exchange gradients."""
+
+    make: Callable[..., optax.GradientTransformation]  # (density, axis_name, *, num_workers)
+    thins: bool = True  # whether it asks for a density
+
+
+METHODS = {
+    "exdyna": Method(exdyna),
+    "dense": Method(lambda density, axis_name, **options: dense(axis_name, **options), thins=False),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train, and how. Steps and learning rate are the task's own where they are None."""
+
+    method: str = "exdyna"
+    task: str = "digits"
+    density: float = 0.01
+    workers: int = 8
+    steps: int | None = None
+    batch: int = 32
+    seed: int = 0
+    learning_rate: float | None = None
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"method={self.method!r} is not one of {', '.join(METHODS)}": self.method in METHODS,
+            f"task={self.task!r} is not one of {', '.join(TASKS)}": self.task in TASKS,
+            f"density={self.density} is not in (0, 1]": 0 < self.density <= 1,
+            f"workers={self.workers} is not a positive number": self.workers >= 1,
+            f"steps={self.steps} is not a positive number": self.steps is None or self.steps >= 1,
+            f"batch={self.batch} is not a positive number": self.batch >= 1,
+            f"seed={self.seed} is not in 0..4294967295": 0 <= self.seed < 2**32,
+            f"learning_rate={self.learning_rate} is not a positive number": self.learning_rate is None or 0 < self.learning_rate < math.inf,
+            f"momentum={self.momentum} is not in [0, 1)": 0 <= self.momentum < 1,
+        }
+        for complaint, fine in checks.items():
+            if not fine:
+                raise ValueError(complaint)
+
+
+Report = Callable[[History, int], None]  # is shown the history so far, and how many steps it will have, every few steps
+
+
+def train(settings: Settings, report: Report = lambda history, steps: None) -> Result:
+    """Trains once and evaluates. Raises a ValueError for settings that can't work together."""
+    task = load_task(settings.task)
+    steps = settings.steps or task.steps
+    peak = settings.learning_rate or task.learning_rate
+    _check_share(settings, count(task.train))
+    mesh = make_mesh(settings.workers)
+    state, step = make_step(task, make_optimizer(settings, steps, peak), mesh, settings.seed)
+
+    rows = NamedSharding(mesh, P(AXIS))
+    per_step = settings.batch * settings.workers
+    feed = (jax.device_put(batch, rows) for batch in training_batches(task.train, per_step, settings.seed, 0, steps))
+    first = next(feed)
+    compiled = step.lower(state, first).compile()
+
+    history: History = {}
+    pending: list[dict[str, jax.Array]] = []
+    began = time.perf_counter()
+    for number, batch in enumerate(chain([first], feed), start=1):
+        state, measured = compiled(state, batch)
+        pending.append(measured)
+        if number % _FETCH_EVERY == 0 or number == steps:
+            _fetch(pending, history)
+            report(history, steps)
+    seconds = time.perf_counter() - began
+
+    scores = evaluate(task, state.params, mesh, per_step)
+    asked = {"steps": steps, "learning_rate": peak, "density": settings.density if METHODS[settings.method].thins else 1.0}
+    return Result(
+        **asdict(settings) | asked,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        accuracy=scores["accuracy"],
+        loss=scores["loss"],
+        bytes_sent=sum(history["bytes_sent"]),
+        bytes_dense=sum(history["bytes_dense"]),
+        seconds_per_step=seconds / steps,
+        history=history,
+    )
+
+
+def _check_share(settings: Settings, samples: int) -> None:
+    share = samples // settings.workers
+    if settings.batch > share:
+        raise ValueError(
+            f"batch={settings.batch} is more than a worker's share: {share} of {samples} samples with {settings.workers} workers"
+        )
+
+
+def _fetch(pending: list[dict[str, jax.Array]], history: History) -> None:
+    """Moves the metrics of the last steps from the devices into the history."""
+    for measured in jax.device_get(pending):
+        for name, value in measured.items():
+            history.setdefault(name, []).append(value.tolist())
+    pending.clear()
+
+
+def provide_devices(workers: int) -> None:
+    """Asks for as many virtual CPU devices; possible only before JAX is first used."""
+    if jax.config.values["jax_num_cpu_devices"] < workers:
+        jax.config.update("jax_num_cpu_devices", workers)
+
+
+def make_mesh(workers: int) -> Mesh:
+    """The workers as a mesh axis: accelerators if there are enough, else CPU devices."""
+    devices = jax.devices()
+    if len(devices) < workers:
+        devices = jax.devices("cpu")
+    if len(devices) < workers:
+        raise ValueError(f"workers={workers}, but there are only {len(devices)} devices")
+    return jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:workers])
+
+
+def make_optimizer(settings: Settings, steps: int, peak: float) -> optax.GradientTransformation:
+    """The method's exchange, then SGD with Nesterov momentum; the learning rate warms up for a tenth of the steps and falls as a cosine."""
+    schedule = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps)
+    return optax.chain(
+        METHODS[settings.method].make(settings.density, AXIS, num_workers=settings.workers),
+        optax.sgd(schedule, momentum=settings.momentum, nesterov=True),
+    )
+
+
+def make_step(task: Task, tx: optax.GradientTransformation, mesh: Mesh, seed: int) -> tuple[TrainState, Any]:
+    """The state before the first step, laid out over the mesh, and the jitted step: (state, batch) -> (state, metrics)."""
+
+    def create(key: jax.Array) -> TrainState:
+        return TrainState.create(apply_fn=task.score, params=task.init(key), tx=tx)
+
+    key, key_init = jax.random.split(jax.random.key(seed))
+    specs = state_specs(jax.eval_shape(create, key_init), AXIS)
+    layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    state: TrainState = jax.jit(create, out_shardings=layout)(key_init)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        mine = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
+        (loss, means), grads = local_value_and_grad(task.loss, AXIS, has_aux=True)(state.params, batch, mine)
+        state = state.apply_gradients(grads=grads)
+        return state, lax.pmean({"loss": loss, **means}, AXIS) | metrics(state.opt_state)
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
+    return state, jax.jit(sharded, donate_argnums=0, out_shardings=(layout, NamedSharding(mesh, P())))
+
+
+def evaluate(task: Task, params: Any, mesh: Mesh, per_step: int) -> dict[str, float]:
+    """The means of the scores over the held-out samples, each counted once."""
+    score = jax.jit(task.score)
+    sums: dict[str, float] = {}
+    for batch, counting in held_out_batches(task.test, per_step):
+        for name, values in jax.device_get(score(params, jax.device_put(batch, NamedSharding(mesh, P(AXIS))))).items():
+            sums[name] = sums.get(name, 0.0) + float(values[:counting].sum())
+    return {name: total / count(task.test) for name, total in sums.items()}
+
+
+def main() -> None:
+    parser = Parser(description="Train one task with one method and report what was sent and what came of it.", allow_abbrev=False)
+    parser.add_argument("--task", choices=TASKS, default=Settings.task)
+    parser.add_argument("--method", choices=METHODS, default=Settings.method)
+    parser.add_argument("--density", type=float, default=Settings.density, help="share of the gradient to send, in (0, 1]")
+    parser.add_argument("--workers", type=int, default=Settings.workers, help="data-parallel workers, each on a device of its own")
+    parser.add_argument("--steps", type=int, help="default: the task's own")
+    parser.add_argument("--batch", type=int, default=Settings.batch, help="samples per worker and step")
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="of parameters, order of the data, and dropout")
+    parser.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own")
+    parser.add_argument("--momentum", type=float, default=Settings.momentum)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw loss, density, threshold and imbalance here")
+    arguments = vars(parser.parse_args())
+    json_file, plot_file = arguments.pop("json"), arguments.pop("plot")
+    console = Console()
+    with parser.complaining():
+        settings = Settings(**arguments)
+        provide_devices(settings.workers)
+        with progress(console) as show:
+            result = train(settings, show)
+        console.print(table(result))
+        if json_file:
+            write_json(json_file, result)
+        if plot_file:
+            plot(plot_file, result)
+
+
+if __name__ == "__main__":
+    main()

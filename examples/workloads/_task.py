@@ -1,0 +1,53 @@
+"""What training needs to know of a task, and the order in which its samples come."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Batch = Mapping[str, Any]  # arrays whose first axis counts the samples
+Columns = Mapping[str, np.ndarray]  # a whole data set, in the same form
+Params = Any
+
+
+class Task(NamedTuple):
+    """A model, its data, and how both are judged."""
+
+    train: Columns
+    test: Columns  # held out
+    init: Callable[[jax.Array], Params]  # key -> parameters
+    # (parameters, batch, key) -> the mean loss of the batch, and further means of it: at least "accuracy". The key is for whatever the
+    # task draws at random in training: dropout, augmentation, negative samples.
+    loss: Callable[[Params, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+    # (parameters, batch) -> one number a sample: "loss", and "accuracy", which is the share of right answers, whatever the task asks
+    score: Callable[[Params, Batch], dict[str, jax.Array]]
+    steps: int  # a dense run of 8 workers with 32 samples each converges in these steps, with this peak learning rate
+    learning_rate: float
+
+
+def count(columns: Columns) -> int:
+    """The number of samples."""
+    return len(next(iter(columns.values())))
+
+
+def training_batches(columns: Columns, size: int, seed: int, start: int, stop: int) -> Iterator[Batch]:
+    """The batches of the steps from `start` up to `stop`: each epoch in an order of its own, its incomplete last batch left out.
+
+    What a step sees depends on the seed and the step alone, so that a run can be taken up again at any step.
+    """
+    samples = count(columns)
+    for step in range(start, stop):
+        epoch, place = divmod(step, samples // size)
+        if step == start or place == 0:
+            order = np.random.default_rng((seed, epoch)).permutation(samples)
+        rows = order[place * size : (place + 1) * size]
+        yield {name: column[rows] for name, column in columns.items()}
+
+
+def held_out_batches(columns: Columns, size: int) -> Iterator[tuple[Batch, int]]:
+    """All samples in order, in batches of one size, with the number of samples that count: the last batch is filled up from the front."""
+    samples = count(columns)
+    for start in range(0, samples, size):
+        rows = np.arange(start, start + size) % samples
+        yield {name: column[rows] for name, column in columns.items()}, min(size, samples - start)

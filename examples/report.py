@@ -32,6 +32,7 @@ class Result:
     seed: int
     steps: int
     batch: int
+    optimizer: str
     learning_rate: float
     momentum: float
     parameters: int
@@ -39,7 +40,7 @@ class Result:
     loss: float
     bytes_sent: float
     bytes_dense: float
-    seconds_per_step: float  # compilation not counted
+    seconds_per_step: float  # compilation and saves not counted
     history: History  # one entry a step
 
 

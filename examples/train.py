@@ -8,22 +8,24 @@ The workers are accelerators where there are enough of them, otherwise virtual C
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import optax
-from cli import Parser, output_file, picture_file
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from report import History, Result, plot, progress, table, write_json
 from rich.console import Console
-from workloads import TASKS, Batch, Task, count, held_out_batches, load_task, training_batches
 
-from exdyna_jax import dense, exdyna, local_value_and_grad, metrics, state_specs
+from checkpoint import Log, Saves
+from cli import Parser, output_file, picture_file
+from exdyna_jax import dense, exdyna, local_value_and_grad, metrics, reshard, state_specs
+from report import History, Result, plot, progress, table, write_json
+from workloads import TASKS, Batch, Columns, Task, count, held_out_batches, load_task, training_batches
 
 AXIS = "data"
 _FETCH_EVERY = 10  # steps between two looks at the metrics: looking at each step would stall the devices
@@ -41,6 +43,12 @@ METHODS = {
     "dense": Method(lambda density, axis_name, **options: dense(axis_name, **options), thins=False),
 }
 
+# what makes a step of the exchanged gradient: (learning rate, momentum) -> transformation
+OPTIMIZERS: dict[str, Callable[[optax.Schedule, float], optax.GradientTransformation]] = {
+    "sgd": lambda rate, momentum: optax.sgd(rate, momentum=momentum, nesterov=True),
+    "adamw": lambda rate, momentum: optax.adamw(rate, b1=momentum, weight_decay=0.01),
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -53,6 +61,7 @@ class Settings:
     steps: int | None = None
     batch: int = 32
     seed: int = 0
+    optimizer: str = "sgd"
     learning_rate: float | None = None
     momentum: float = 0.9
 
@@ -60,6 +69,7 @@ class Settings:
         checks = {
             f"method={self.method!r} is not one of {', '.join(METHODS)}": self.method in METHODS,
             f"task={self.task!r} is not one of {', '.join(TASKS)}": self.task in TASKS,
+            f"optimizer={self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}": self.optimizer in OPTIMIZERS,
             f"density={self.density} is not in (0, 1]": 0 < self.density <= 1,
             f"workers={self.workers} is not a positive number": self.workers >= 1,
             f"steps={self.steps} is not a positive number": self.steps is None or self.steps >= 1,
@@ -74,38 +84,59 @@ class Settings:
 
 
 Report = Callable[[History, int], None]  # is shown the history so far, and how many steps it will have, every few steps
+Alter = Callable[[int, Batch], Batch]  # (step from 1 on, batch of all workers, one after the other) -> what to train on instead
 
 
-def train(settings: Settings, report: Report = lambda history, steps: None) -> Result:
-    """Trains once and evaluates. Raises a ValueError for settings that can't work together."""
+def train(
+    settings: Settings,
+    report: Report = lambda history, steps: None,
+    saves: Saves | None = None,
+    alter: Alter = lambda step, batch: batch,
+) -> Result:
+    """Trains once, from the newest save on if there is one, and evaluates. Raises a ValueError for settings that can't work together."""
     task = load_task(settings.task)
     steps = settings.steps or task.steps
-    peak = settings.learning_rate or task.learning_rate
+    peak = settings.learning_rate or task.learning_rates[settings.optimizer]
     _check_share(settings, count(task.train))
-    mesh = make_mesh(settings.workers)
-    state, step = make_step(task, make_optimizer(settings, steps, peak), mesh, settings.seed)
+    asked = asdict(settings) | {
+        "steps": steps,
+        "learning_rate": peak,
+        "density": settings.density if METHODS[settings.method].thins else 1.0,
+    }
+    log = saves.newest(asked) if saves else Log(asked, 0, {}, 0.0)
 
+    mesh = make_mesh(settings.workers)
     rows = NamedSharding(mesh, P(AXIS))
     per_step = settings.batch * settings.workers
-    feed = (jax.device_put(batch, rows) for batch in training_batches(task.train, per_step, settings.seed, 0, steps))
-    first = next(feed)
-    compiled = step.lower(state, first).compile()
+    key, key_init = jax.random.split(jax.random.key(settings.seed))
 
-    history: History = {}
-    pending: list[dict[str, jax.Array]] = []
-    began = time.perf_counter()
-    for number, batch in enumerate(chain([first], feed), start=1):
-        state, measured = compiled(state, batch)
+    create = partial(_create, task, make_optimizer(settings, steps, peak))
+    shapes = lay_out(jax.eval_shape(create, key_init), mesh)
+    if saves and log.step:
+        before = make_optimizer(replace(settings, workers=log.settings["workers"]), steps, peak)
+        state = _restore(saves, log, jax.eval_shape(partial(_create, task, before), key_init), shapes, settings.workers)
+    else:
+        state = jax.jit(create, out_shardings=_shardings(shapes))(key_init)
+    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(task.train, per_step, rows)).compile()
+
+    history, pending = log.history, list[dict[str, jax.Array]]()
+    began = time.perf_counter() - log.seconds
+    for step, batch in enumerate(training_batches(task.train, per_step, settings.seed, log.step, steps), start=log.step + 1):
+        state, measured = compiled(state, jax.device_put(alter(step, batch), rows))
         pending.append(measured)
-        if number % _FETCH_EVERY == 0 or number == steps:
+        due = saves is not None and saves.due(step, steps)
+        if due or step % _FETCH_EVERY == 0 or step == steps:
             _fetch(pending, history)
             report(history, steps)
+        if saves and due:
+            paused = time.perf_counter()
+            saves.save(state, Log(asked, step, history, paused - began))
+            began += time.perf_counter() - paused
     seconds = time.perf_counter() - began
 
     scores = evaluate(task, state.params, mesh, per_step)
-    asked = {"steps": steps, "learning_rate": peak, "density": settings.density if METHODS[settings.method].thins else 1.0}
     return Result(
-        **asdict(settings) | asked,
+        **asked,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         accuracy=scores["accuracy"],
         loss=scores["loss"],
@@ -149,24 +180,51 @@ def make_mesh(workers: int) -> Mesh:
 
 
 def make_optimizer(settings: Settings, steps: int, peak: float) -> optax.GradientTransformation:
-    """The method's exchange, then SGD with Nesterov momentum; the learning rate warms up for a tenth of the steps and falls as a cosine."""
+    """The method's exchange, then the optimizer; the learning rate warms up for a tenth of the steps and falls as a cosine."""
     schedule = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps)
     return optax.chain(
         METHODS[settings.method].make(settings.density, AXIS, num_workers=settings.workers),
-        optax.sgd(schedule, momentum=settings.momentum, nesterov=True),
+        OPTIMIZERS[settings.optimizer](schedule, settings.momentum),
     )
 
 
-def make_step(task: Task, tx: optax.GradientTransformation, mesh: Mesh, seed: int) -> tuple[TrainState, Any]:
-    """The state before the first step, laid out over the mesh, and the jitted step: (state, batch) -> (state, metrics)."""
+def _create(task: Task, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """The state before the first step, of all workers."""
+    return TrainState.create(apply_fn=task.score, params=task.init(key), tx=tx)
 
-    def create(key: jax.Array) -> TrainState:
-        return TrainState.create(apply_fn=task.score, params=task.init(key), tx=tx)
 
-    key, key_init = jax.random.split(jax.random.key(seed))
-    specs = state_specs(jax.eval_shape(create, key_init), AXIS)
-    layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    state: TrainState = jax.jit(create, out_shardings=layout)(key_init)
+def lay_out(shapes: Any, mesh: Mesh) -> Any:
+    """The shapes of a state, each with its place on the mesh."""
+    specs = state_specs(shapes, AXIS)
+    return jax.tree.map(lambda leaf, spec: leaf.update(sharding=NamedSharding(mesh, spec)), shapes, specs)
+
+
+def _shardings(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+def _batch_shapes(columns: Columns, size: int, sharding: Sharding) -> Any:
+    def shape(column: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype), sharding=sharding)
+
+    return {name: shape(column) for name, column in columns.items()}
+
+
+def _restore(saves: Saves, log: Log, then: TrainState, now: TrainState, workers: int) -> TrainState:
+    """The saved state as it is laid out `now`. `then` has the shapes that it was saved in, of as many workers as there were."""
+    if log.settings["workers"] == workers:
+        return saves.state(log, now)
+    lone = SingleDeviceSharding(jax.tree.leaves(now)[0].sharding.mesh.devices.flat[0])  # its rows need not divide among the devices
+    saved = reshard(saves.state(log, jax.tree.map(lambda leaf: leaf.update(sharding=lone), then)), workers)
+    shapes, treedef = jax.tree.flatten(now)
+    return jax.tree.unflatten(treedef, map(jax.device_put, jax.tree.leaves(saved), (leaf.sharding for leaf in shapes)))
+
+
+def make_step(task: Task, shapes: TrainState, key: jax.Array) -> Any:
+    """The jitted step: (state, batch) -> (state, metrics)."""
+    shardings = _shardings(shapes)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    mesh = jax.tree.leaves(shardings)[0].mesh
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         mine = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
@@ -175,7 +233,7 @@ def make_step(task: Task, tx: optax.GradientTransformation, mesh: Mesh, seed: in
         return state, lax.pmean({"loss": loss, **means}, AXIS) | metrics(state.opt_state)
 
     sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
-    return state, jax.jit(sharded, donate_argnums=0, out_shardings=(layout, NamedSharding(mesh, P())))
+    return jax.jit(sharded, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
 
 
 def evaluate(task: Task, params: Any, mesh: Mesh, per_step: int) -> dict[str, float]:
@@ -197,18 +255,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: the task's own")
     parser.add_argument("--batch", type=int, default=Settings.batch, help="samples per worker and step")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of parameters, order of the data, and dropout")
-    parser.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own")
-    parser.add_argument("--momentum", type=float, default=Settings.momentum)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=Settings.optimizer, help="what makes a step of the exchanged gradient")
+    parser.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
+    parser.add_argument("--momentum", type=float, default=Settings.momentum, help="Nesterov's for sgd, the first moment's for adamw")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from the newest save there is")
+    parser.add_argument("--save-every", type=int, metavar="STEPS", default=100, help="with --checkpoint")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw loss, density, threshold and imbalance here")
     arguments = vars(parser.parse_args())
-    json_file, plot_file = arguments.pop("json"), arguments.pop("plot")
+    json_file, plot_file, directory, save_every = (arguments.pop(name) for name in ("json", "plot", "checkpoint", "save_every"))
     console = Console()
     with parser.complaining():
         settings = Settings(**arguments)
         provide_devices(settings.workers)
+        saves = Saves(directory, save_every, console.print) if directory else None
         with progress(console) as show:
-            result = train(settings, show)
+            result = train(settings, show, saves)
         console.print(table(result))
         if json_file:
             write_json(json_file, result)

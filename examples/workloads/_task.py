@@ -22,8 +22,8 @@ class Task(NamedTuple):
     loss: Callable[[Params, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
     # (parameters, batch) -> one number a sample: "loss", and "accuracy", which is the share of right answers, whatever the task asks
     score: Callable[[Params, Batch], dict[str, jax.Array]]
-    steps: int  # a dense run of 8 workers with 32 samples each converges in these steps, with this peak learning rate
-    learning_rate: float
+    steps: int  # a dense run of 8 workers with 32 samples each converges in these steps
+    learning_rates: Mapping[str, float]  # optimizer -> peak learning rate
 
 
 def count(columns: Columns) -> int:

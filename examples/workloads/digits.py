@@ -77,5 +77,5 @@ def load() -> Task:
         loss=loss,
         score=score,
         steps=600,
-        learning_rate=0.1,
+        learning_rates={"sgd": 0.1, "adamw": 0.003},
     )

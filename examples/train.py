@@ -127,11 +127,11 @@ def train(
         due = saves is not None and saves.due(step, steps)
         if due or step % _FETCH_EVERY == 0 or step == steps:
             _fetch(pending, history)
+            if saves and due:
+                paused = time.perf_counter()
+                saves.save(state, Log(asked, step, history, paused - began))
+                began += time.perf_counter() - paused
             report(history, steps)
-        if saves and due:
-            paused = time.perf_counter()
-            saves.save(state, Log(asked, step, history, paused - began))
-            began += time.perf_counter() - paused
     seconds = time.perf_counter() - began
 
     scores = evaluate(task, state.params, mesh, per_step)

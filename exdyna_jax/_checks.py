@@ -113,8 +113,8 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
     if summed:
         raise ValueError(
             f"The gradients at {summed[0]}{f' and {len(summed) - 1} more' if summed[1:] else ''} are equal on all workers along "
-            f"{axes}: inside shard_map(check_vma=True) JAX has already summed them (or optax.MultiSteps has accumulated them in a state that "
-            "claims to be replicated: use every_k instead), and nothing is left to sparsify. "
+            f"{axes}: inside shard_map(check_vma=True) JAX has already summed them (or optax.MultiSteps has accumulated them in a state "
+            "that claims to be replicated: use every_k instead), and nothing is left to sparsify. "
             f"Take them with exdyna_jax.local_value_and_grad(loss, {axes}), which keeps each worker's gradient its own."
         )
     claimed = replicated_paths(residual, workers.axes)

@@ -125,7 +125,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         rows, values = [], []
         for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
             grown, moved = _grow(options.momentum, leaf, terms, done.finite)
-            mean = done.mean.astype(leaf.dtype)
+            mean = _fitted(done.mean, leaf.dtype)
             rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
             rows.append((jnp.zeros((1, *leaf.shape), leaf.dtype), grown, *moved))
             values.append((mean, rest, *(jnp.zeros_like(rest) for _ in moved)))
@@ -137,7 +137,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
                 velocities[leaf.position] = u
         for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
             whole = jnp.where(done.finite, total / workers.size, 0)
-            mean = whole.astype(leaf.dtype)
+            mean = _fitted(whole, leaf.dtype)
             means[leaf.position] = mean
             residuals[leaf.position] = jnp.where(done.finite, whole - mean.astype(whole.dtype), terms[1])
             for u in terms[2:]:
@@ -207,6 +207,14 @@ def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], fini
     return grown, tuple(moved)
 
 
+def _fitted(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in a dtype that may be narrower: rounded, and held at the largest number it has, so that what doesn't fit is a finite rest."""
+    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x.astype(dtype)
+    most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
 def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, local: Local, workers: Workers) -> Exchange:
     """Where every leaf is dense there is nothing to select: the mean of the accumulators."""
     del count
@@ -214,7 +222,7 @@ def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, lo
     nothing = jnp.zeros(0, layout.dtype)
     message = gather(jnp.zeros(0, jnp.int32), jnp.int32(0), local, workers)
     sums = reduce(nothing, (), accumulator, local, workers)
-    each, more = divmod(sum(leaf.size for leaf in layout.dense), n)
+    each, more = divmod(_counted(layout), n)
     share = each + (jnp.arange(n) < more).astype(jnp.int32)
     return Exchange(
         indices=jnp.zeros(0, jnp.int32),
@@ -232,14 +240,18 @@ def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, lo
     )
 
 
+def _counted(layout: Layout) -> int:
+    """The elements that metrics count: the sparse ones, or, if there are none, the dense ones, as far as int32 goes."""
+    return layout.size or min(sum(leaf.size for leaf in layout.dense), 2**31 - 1)
+
+
 def _metrics(done: Exchange, last: Metrics, layout: Layout, n: int) -> Metrics:
     selected = jnp.where(done.finite, done.selected, 0)
     total = jnp.sum(selected, dtype=jnp.int32)
     sent = jnp.sum(jnp.where(done.finite, done.sent, 0), dtype=jnp.int32)
-    size = layout.size or sum(leaf.size for leaf in layout.dense)
     return Metrics(
         selected=total,
-        density=total.astype(jnp.float32) / max(size, 1),
+        density=total.astype(jnp.float32) / max(_counted(layout), 1),
         sent=sent,
         selected_per_worker=selected,
         threshold=last.threshold if done.threshold is None else done.threshold,

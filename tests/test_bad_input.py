@@ -1,0 +1,192 @@
+"""Bad input is a ValueError that says what was given and what to do; odd but legal input works.
+
+Gradients that were already summed, residuals under wrong specs and unbound axes: `test_traps.py`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import exdyna_jax
+from simulate import AXIS, flat, mesh, metrics, simulate
+
+RISING = optax.linear_schedule(0.1, 0.01, 10)
+W = {"w": jnp.zeros((4, 8))}
+
+AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
+    ({"density": 0}, r"density=0 is not in \(0, 1\].*such as 0\.001"),
+    ({"density": 0.0}, r"density=0\.0 is not in \(0, 1\]"),
+    ({"density": -0.1}, r"density=-0\.1 is not in \(0, 1\]"),
+    ({"density": 1.5}, r"density=1\.5 is not in \(0, 1\]"),
+    ({"density": math.nan}, r"density=nan is not in \(0, 1\]"),
+    ({"density": True}, r"density=True is not in \(0, 1\]"),
+    ({"density": "0.1"}, r"density='0\.1' is not in \(0, 1\]"),
+    ({"density": None}, r"density=None is not in \(0, 1\]"),
+    ({"density": RISING}, r"density=.* is a schedule.*highest density it reaches with max_density="),
+    ({"density": RISING, "max_density": 2}, r"max_density=2 is not in \(0, 1\]"),
+    ({"density": RISING, "max_density": 0}, r"max_density=0 is not in \(0, 1\]"),
+    ({"density": jnp.float32(0.1)}, r"density is an array.*max_density=.*static_args"),
+    ({"max_density": 0.5}, r"max_density=0\.5 only goes with a density schedule; density=0\.1 is constant: leave it out"),
+    ({"axis_name": 3}, r"axis_name=3 is not a mesh axis name, a tuple of them, or None"),
+    ({"axis_name": ("data", 3)}, r"axis_name=\('data', 3\) is not a mesh axis name"),
+    ({"axis_name": ["data"]}, r"axis_name=\['data'\] is not a mesh axis name"),
+    ({"dense_axis": 3}, r"dense_axis=3 is not a mesh axis name"),
+    ({"dense_axis": "data"}, r"dense_axis=\('data',\) and axis_name=\('data',\) share an axis"),
+    ({"threshold_rule": "papre"}, r"threshold_rule='papre' is not one of .*'paper'.*'proportional'"),
+    ({"balance": "none"}, r"balance='none' is not one of .*'paper'.*'proportional'"),
+    ({"nonfinite": "ignore"}, r"nonfinite='ignore' is not one of 'skip', 'propagate'"),
+    ({"num_blocks": 0}, r"num_blocks=0 is not a positive int: leave it out"),
+    ({"num_blocks": 8.0}, r"num_blocks=8\.0 is not a positive int"),
+    ({"num_blocks": True}, r"num_blocks=True is not a positive int"),
+    ({"capacity_factor": 0.99}, r"capacity_factor=0\.99 is below 1.*Try 1\.5"),
+    ({"capacity_factor": math.nan}, r"capacity_factor=nan is below 1"),
+    ({"capacity_factor": "2"}, r"capacity_factor='2'.*Try 1\.5"),
+    ({"num_workers": 0}, r"num_workers=0 is not a positive int"),
+    ({"num_workers": 2.0}, r"num_workers=2\.0 is not a positive int"),
+    ({"num_workers": 4, "axis_name": None}, r"num_workers=4 with axis_name=None.*name the mesh axis"),
+    ({"min_size": -1}, r"min_size=-1 is not a number of elements"),
+    ({"min_size": None}, r"min_size=None is not a number of elements"),
+    ({"every_k": 0}, r"every_k=0 is not a positive int.*1 is every step"),
+    ({"every_k": 2.5}, r"every_k=2\.5 is not a positive int"),
+    ({"momentum": 1}, r"momentum=1 is not in \[0, 1\).*None turns it off"),
+    ({"momentum": -0.5}, r"momentum=-0\.5 is not in \[0, 1\)"),
+    ({"momentum": "0.9"}, r"momentum='0\.9' is not in \[0, 1\)"),
+    ({"residual_dtype": jnp.bfloat16}, r"residual_dtype=bfloat16 would lose small gradients.*use float32 or float64"),
+    ({"residual_dtype": "float16"}, r"residual_dtype=float16 would lose small gradients"),
+    ({"residual_dtype": jnp.int32}, r"residual_dtype=int32 .*use float32 or float64"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), AT_CONSTRUCTION, ids=[str(options)[:60] for options, _ in AT_CONSTRUCTION])
+def test_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        exdyna_jax.exdyna(**({"density": 0.1, "axis_name": AXIS} | options))
+
+
+def test_init_outside_the_axis_needs_the_number_of_workers() -> None:
+    with pytest.raises(ValueError, match=r"init was called outside the axis \('data',\) and num_workers is not given.*num_workers=n"):
+        exdyna_jax.exdyna(0.1, AXIS).init(W)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_number_of_workers_that_contradicts_the_mesh(check_vma: bool) -> None:
+    tx = exdyna_jax.exdyna(0.1, AXIS, num_workers=4)
+    message = r"num_workers=4, but the axis \('data',\) has 2 workers: give num_workers=2, or leave it out"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax.shard_map(tx.init, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=check_vma), W)
+
+    def update(g: Any) -> Any:
+        return tx.update(g, exdyna_jax.exdyna(0.1, AXIS).init(g))
+
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax.shard_map(update, mesh=mesh(2), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma), W)
+
+
+def test_unbound_dense_axis() -> None:
+    tx = exdyna_jax.exdyna(0.1, None, dense_axis="fast")
+    with pytest.raises(ValueError, match=r"dense_axis=\('fast',\) is not bound here.*shard_map"):
+        tx.update(W, tx.init(W))
+
+
+PARAMETERS: list[tuple[Any, str]] = [
+    ({"w": 1.0}, r"Leaf \['w'\] is a float, not an array: make it one with jnp\.asarray"),
+    ({"w": jnp.zeros(3, jnp.complex64)}, r"Leaf \['w'\] is complex64.*split_real_and_imaginary"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), PARAMETERS, ids=["no array", "complex"])
+def test_parameters(params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        exdyna_jax.exdyna(0.1, None).init(params)
+
+
+GRADIENTS: list[tuple[Any, str]] = [
+    ({"w": jnp.zeros((4, 8), jnp.int32)}, r"Update leaf \['w'\] is int32, which is no gradient: .*optax\.masked"),
+    ({"w": jnp.zeros((4, 8), bool)}, r"Update leaf \['w'\] is bool, which is no gradient"),
+    ({"w": jnp.zeros((4, 8), jnp.complex64)}, r"Leaf \['w'\] is complex64.*split_real_and_imaginary"),
+    ({"w": 0.0}, r"Update leaf \['w'\] is a float, not an array: make it one with jnp\.asarray"),
+    ({"w": jnp.zeros((8, 4))}, r"Update leaf \['w'\] has shape \(8, 4\), its residual \(1, 4, 8\).*should be \(1, 8, 4\).*call init"),
+    ({"v": jnp.zeros((4, 8))}, r"updates are .*'v'.*state was made for .*'w'.*call init"),
+    ([jnp.zeros((4, 8))], r"updates are .*state was made for .*'w'.*call init"),
+]
+
+
+@pytest.mark.parametrize(("updates", "message"), GRADIENTS, ids=["int", "bool", "complex", "no array", "shape", "name", "structure"])
+def test_gradients(updates: Any, message: str) -> None:
+    tx = exdyna_jax.exdyna(0.1, None)
+    with pytest.raises(ValueError, match=message):
+        tx.update(updates, tx.init(W))
+
+
+def test_a_tree_too_large_for_its_indices() -> None:
+    huge = {"w": jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)}
+    with pytest.raises(ValueError, match=r"2147483648 positions; indices are int32 and end at 2147483584.*second mesh axis"):
+        jax.eval_shape(exdyna_jax.exdyna(0.1, None).init, huge)
+    fits = {"w": jax.ShapeDtypeStruct((2**31 - 64,), jnp.float32)}
+    assert jax.eval_shape(exdyna_jax.exdyna(0.1, None).init, fits).residual["w"].shape == (1, 2**31 - 64)
+
+
+@pytest.mark.parametrize(("states", "found"), [((), 0), ((exdyna_jax.dense(None).init(W),) * 2, 2)])
+def test_metrics_of_no_state_or_of_two(states: Any, found: int) -> None:
+    with pytest.raises(ValueError, match=rf"holds {found} sparsifier states instead of one"):
+        exdyna_jax.metrics(states)
+
+
+# Odd but legal: (shapes of the leaves, workers, options)
+ODD: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "empty tree": ({}, 2, {"density": 0.1}),
+    "no tree": (None, 2, {"density": 0.1}),
+    "one element, three workers": ((1,), 3, {"density": 0.1}),
+    "fewer elements than workers": ({"w": (2,), "b": (1,)}, 5, {"density": 0.5}),
+    "fewer than a word, published": ({"w": (7,)}, 4, {"density": 0.3, "threshold_rule": "paper", "balance": "paper"}),
+    "k rounds to zero, and zero-size leaves": ({"w": (40,), "none": (0, 3), "b": ()}, 2, {"density": 0.001}),
+    "None and a zero-size leaf": ([None, (0,), (33,)], 2, {"density": 0.1, "momentum": 0.5}),
+    "all leaves empty": ([(0,), (2, 0)], 2, {"density": 0.1}),
+    "one worker": ({"w": (40,)}, 1, {"density": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_but_legal(name: str) -> None:
+    leaves, n, options = ODD[name]
+    shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), leaves, is_leaf=lambda x: isinstance(x, tuple))
+    run = simulate(exdyna_jax.exdyna(axis_name=AXIS, num_workers=n, **options), shapes, n, "shard_map")
+    rng = np.random.RandomState(0)
+    state, given, moved = run.init(), 0.0, 0.0
+    for _ in range(12):
+        g = jax.tree.map(lambda s: rng.randint(1, 9, (n, *s.shape)).astype(np.float32), shapes)
+        update, state = run.step(g, state)
+        assert jax.tree.map(jnp.shape, update) == jax.tree.map(jnp.shape, shapes)
+        if not jax.tree.leaves(g):
+            continue
+        given, moved = given + flat(g, 1).sum(), moved + flat(update).sum() * n
+    assert metrics(state)["skipped"] == 0
+    if jax.tree.leaves(shapes) and options.get("momentum") is None:
+        assert given == pytest.approx(moved + flat(state.residual, 1).sum(), rel=1e-6)
+        assert moved > 0 or given == 0, "something must be sent"
+
+
+def test_integer_parameters_pass() -> None:
+    """Their gradients are float0, which stays as it is."""
+    params = {"steps": jnp.zeros(3, jnp.int32), "w": jnp.ones(64)}
+    tx = exdyna_jax.exdyna(0.1, AXIS, num_workers=2)
+    specs = exdyna_jax.state_specs(tx.init(params), AXIS)
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        local = exdyna_jax.local_value_and_grad(lambda p: jnp.sum(p["w"] * x), AXIS, allow_int=True)
+        update, state = tx.update(local(params)[1], state)
+        assert update["steps"].dtype == jax.dtypes.float0
+        assert update["steps"].shape == (3,)
+        return optax.apply_updates(params, {"steps": jnp.zeros(3, jnp.int32), "w": update["w"]}), state
+
+    for check_vma in (True, False):
+        mapped = jax.shard_map(step, mesh=mesh(2), in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs), check_vma=check_vma)
+        state, x = tx.init(params), np.arange(1, 129, dtype=np.float32)
+        after, state = jax.jit(mapped)(params, state, x)
+        assert np.count_nonzero(np.asarray(after["w"]) - 1) == metrics(state)["sent"] > 0

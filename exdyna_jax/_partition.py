@@ -113,7 +113,7 @@ def _paper_next(topology: Topology, grid: Grid, size: int, counts: jax.Array, in
 
     def pair(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, counts = carry
-        here, there = counts[i] / mean.astype(real), counts[i + 1] / mean.astype(real)
+        here, there = counts[i].astype(real) / mean.astype(real), counts[i + 1].astype(real) / mean.astype(real)
         heavy_here = (here > 1.05) & (there < 0.95238)
         heavy_there = (here < 0.95238) & (there > 1.05)
         giver = jnp.where(heavy_here, blocks[i], blocks[i + 1])

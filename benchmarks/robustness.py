@@ -12,8 +12,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -37,7 +38,9 @@ from workloads import Batch
 
 Row = dict[str, Any]
 WORKERS = 8
-NAN_STEPS, NAN_WORKER, NAN_RUN = (3, 4, 50), 3, 100
+NAN_STEPS, NAN_WORKER = (3, 4, 50), 3
+# at the default density and rate a hundred steps end where chance alone makes points of difference
+NAN_RUN = Settings(workers=WORKERS, steps=100, density=0.1, learning_rate=0.05)
 KILLS, KILL_RUN, KILL_SAVE_EVERY, KILL_WORKERS = 20, 100, 5, 4
 SIZES = (4, 8, 2, 3, 1)  # numbers of workers, one after the other
 
@@ -50,7 +53,7 @@ class Plan(NamedTuple):
     tell: Callable[[str], None]  # what is being done
 
 
-def nan(plan: Plan) -> list[Row]:
+def nan(plan: Plan) -> Iterator[Row]:
     """NaNs in one worker's samples at three steps of a hundred."""
 
     def spoil(step: int, batch: Batch) -> Batch:
@@ -60,32 +63,29 @@ def nan(plan: Plan) -> list[Row]:
         np.split(images, WORKERS)[NAN_WORKER][:] = np.nan
         return {**batch, "image": images}
 
-    rows = []
     for seed in plan.seeds:
         plan.tell(f"NaN, seed {seed}")
-        settings = Settings(workers=WORKERS, steps=NAN_RUN, seed=seed)
+        settings = replace(NAN_RUN, seed=seed)
         rival, spoilt = train(settings), train(settings, alter=spoil)
-        rows.append({"seed": seed, "without": rival.accuracy, "with": spoilt.accuracy, "skipped": spoilt.history["skipped"][-1]})
-    return rows
+        yield {"seed": seed, "without": rival.accuracy, "with": spoilt.accuracy, "skipped": spoilt.history["skipped"][-1]}
 
 
-def optimizers(plan: Plan) -> list[Row]:
-    """Each optimizer after exdyna and after dense gradients, mean over the seeds."""
-    rows = []
+def optimizers(plan: Plan) -> Iterator[Row]:
+    """Each optimizer after dense gradients and after exdyna."""
     for optimizer in ("sgd", "adamw"):
-        row: Row = {"optimizer": optimizer}
-        for method in ("dense", "exdyna"):
-            accuracies = []
-            for seed in plan.seeds:
+        rows = []
+        for seed in plan.seeds:
+            row: Row = {"optimizer": optimizer, "seed": seed}
+            for method in ("dense", "exdyna"):
                 plan.tell(f"{optimizer} after {method}, seed {seed}")
                 settings = Settings(workers=WORKERS, steps=plan.steps, seed=seed, method=method, optimizer=optimizer)
-                accuracies.append(train(settings).accuracy)
-            row |= {method: float(np.mean(accuracies)), f"{method} of each seed": accuracies}
-        rows.append(row)
-    return rows
+                row[method] = train(settings).accuracy
+            rows.append(row)
+            yield row
+        yield {"optimizer": optimizer, "seed": "mean"} | {name: float(np.mean([row[name] for row in rows])) for name in ("dense", "exdyna")}
 
 
-def kill(plan: Plan) -> list[Row]:
+def kill(plan: Plan) -> Iterator[Row]:
     """SIGKILL at moments drawn uniformly from the time that a whole run takes; run after run until there were enough."""
     with TemporaryDirectory() as folder:
         plan.tell("uninterrupted")
@@ -96,17 +96,16 @@ def kill(plan: Plan) -> list[Row]:
         want = _outcome(Path(folder), "rival")
 
         moments = random.Random(0)
-        rows: list[Row] = []
-        left = KILLS
+        number, left = 0, KILLS
         while left:
-            name, kills, in_save = f"run {len(rows)}", 0, 0
+            name, kills, in_save = f"run {number}", 0, 0
             while not _example(Path(folder), name, moments.uniform(0, whole) if kills < left else None):
                 kills += 1
                 in_save += any("tmp" in entry.name for entry in (Path(folder) / name).glob("*"))
                 plan.tell(f"{name}, kill {kills}")
             left -= kills
-            rows.append({"run": len(rows), "kills": kills, "in a save": in_save, "identical": _outcome(Path(folder), name) == want})
-    return rows
+            yield {"run": number, "kills": kills, "in a save": in_save, "identical": _outcome(Path(folder), name) == want}
+            number += 1
 
 
 def _example(folder: Path, name: str, kill_after: float | None = None) -> bool:
@@ -157,9 +156,8 @@ class _StageOver(Exception):
     pass
 
 
-def resharding(plan: Plan) -> list[Row]:
+def resharding(plan: Plan) -> Iterator[Row]:
     """The number of workers changes four times in a run, through its checkpoint."""
-    rows = []
     for seed in plan.seeds:
         plan.tell(f"{SIZES[0]} workers to the end, seed {seed}")
         rival = train(Settings(workers=SIZES[0], steps=plan.steps, seed=seed))
@@ -177,8 +175,7 @@ def resharding(plan: Plan) -> list[Row]:
                 with suppress(_StageOver):
                     result = train(Settings(workers=workers, steps=plan.steps, seed=seed), stop, saves)
                 errors.append(saves.error)
-        rows.append({"seed": seed, "unchanged": rival.accuracy, "changed": result.accuracy, "mass error": max(errors)})
-    return rows
+        yield {"seed": seed, "unchanged": rival.accuracy, "changed": result.accuracy, "mass error": max(errors)}
 
 
 PARTS = {"nan": nan, "optimizers": optimizers, "kill": kill, "reshard": resharding}
@@ -199,16 +196,19 @@ def main() -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here")
     arguments = parser.parse_args()
     provide_devices(max(WORKERS, *SIZES))
-    console, figures = Console(), {}
+    console = Console()
+    figures: dict[str, list[Row]] = {}
     with parser.complaining(), Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(arguments.part))
         plan = Plan(arguments.seeds, arguments.steps, lambda what: progress.update(bar, description=what))
         for name in arguments.part:
-            figures[name] = PARTS[name](plan)
+            figures[name] = []
+            for row in PARTS[name](plan):
+                figures[name].append(row)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
             console.print(table(name, figures[name]))
             progress.advance(bar)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

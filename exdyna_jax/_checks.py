@@ -107,7 +107,7 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
         )
     for (path, g), e in zip(gradients, jax.tree.leaves(residual), strict=True):
         _check_leaf(jax.tree_util.keystr(path), path, g, e, workers)
-    floating = {jax.tree_util.keystr(path): g for path, g in gradients if takes_part(g)}
+    floating = jax.tree.map(lambda g: g if takes_part(g) else None, updates)
     axes = workers.axes + fast
     summed = replicated_paths(floating, axes)
     if summed:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ def make_density(density: Any, max_density: float | None) -> Density:
         if max_density is not None:
             raise ValueError(f"max_density={max_density} only goes with a density schedule; density={density} is constant: leave it out.")
         schedule, most, name = None, density, "density"
-    if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 < most <= 1:
+    if isinstance(most, bool) or not isinstance(most, Real) or not 0 < most <= 1:
         raise ValueError(f"{name}={most!r} is not in (0, 1]: it is the share of the elements to send, such as 0.001.")
     return Density(schedule, float(most))
 

@@ -112,7 +112,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         else:
             due = agreed(state.mini_step + 1 >= options.every_k, workers)
             means, state = lax.cond(due, lambda: exchange(updates, state, workers), lambda: hold(updates, state, workers))
-        return _replace(updates, means), state
+        return _replace(updates, means | _empty(updates)), state
 
     def exchange(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
         """Some of the accumulator becomes the update, the same on all workers, and the rest the residual."""
@@ -138,7 +138,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
             whole = jnp.where(done.finite, total / workers.size, 0)
             mean = _fitted(whole, leaf.dtype)
-            means[leaf.position] = mean
+            means[leaf.position] = mean.reshape(1, *leaf.shape)
             residuals[leaf.position] = jnp.where(done.finite, whole - mean.astype(whole.dtype), terms[1])
             for u in terms[2:]:
                 velocities[leaf.position] = jnp.where(done.finite, 0, u)
@@ -160,7 +160,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for leaf, terms in zip(layout.leaves + layout.dense, accumulator.leaves + accumulator.dense, strict=True):
             grown, moved = _grow(options.momentum, leaf, terms, finite)
-            means[leaf.position] = jnp.zeros(leaf.size, leaf.dtype)
+            means[leaf.position] = jnp.zeros((1, *leaf.shape), leaf.dtype)
             residuals[leaf.position] = grown
             for u in moved:
                 velocities[leaf.position] = u
@@ -196,6 +196,12 @@ def _replace(tree: Any, new: Leaves) -> Any:
     """The tree with some leaves replaced, each in its old shape; the others pass as they are."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [new[i].reshape(leaf.shape) if i in new else leaf for i, leaf in enumerate(leaves)])
+
+
+def _empty(updates: optax.Updates) -> Leaves:
+    """Leaves without elements, made anew: equal on all workers in type too."""
+    leaves = enumerate(jax.tree.leaves(updates))
+    return {i: jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in leaves if leaf.size == 0 and jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
 def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

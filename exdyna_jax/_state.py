@@ -83,7 +83,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         raise ValueError(
             f"The optimizer state holds {len(found)} sparsifier states instead of one: hand in the part that holds the one meant."
         )
-    return {name: value for name, value in found[0].metrics._asdict().items() if value is not None}
+    report = jax.tree.map(jnp.asarray, found[0].metrics)  # flax.nnx wraps the leaves of a state
+    return {name: value for name, value in report._asdict().items() if value is not None}
 
 
 def _is_ours(node: Any) -> bool:

@@ -9,7 +9,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from simulate import flat
 
 WORD = 32
 FIRST_SLOPE = 4  # guess of -d log(count) / d log(threshold) where none was measured
@@ -29,7 +32,7 @@ class Options(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A leaf with at least one element. Its elements lie at `offset ...` of the index space, or nowhere if it goes dense."""
+    """A floating leaf with at least one element. Its elements lie at `offset ...` of the index space, or nowhere if it goes dense."""
 
     number: int
     dtype: Any
@@ -41,7 +44,7 @@ def pieces_of(leaves: list[np.ndarray], min_size: float) -> tuple[list[Piece], i
     """The leaves `[n, *shape]` in index space, each starting at a whole word, and the length of that space."""
     pieces, end = [], 0
     for number, leaf in enumerate(leaves):
-        size = leaf[0].size
+        size = leaf[0].size if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
         if size and size < min_size:
             pieces.append(Piece(number, leaf.dtype, size, None))
         elif size:
@@ -86,7 +89,7 @@ def step(before: Any, gradients: Any, options: Options) -> tuple[Any, Any]:
     velocity = [np.array(x) for x in jax.tree.leaves(before.velocity)]
     update = [np.zeros(x.shape[1:], x.dtype) for x in leaves]
 
-    if not all(np.isfinite(x.astype(np.float64)).all() for x in leaves):
+    if not all(np.isfinite(leaves[p.number].astype(np.float64)).all() for p in pieces):
         told = _nothing_sent(before.metrics, n)._replace(
             threshold=before.metrics.threshold if options.every_k > 1 else None,
             skipped=before.metrics.skipped + 1,
@@ -283,3 +286,26 @@ def is_even_cut(heat: np.ndarray, blocks: np.ndarray) -> bool:
         if edges[i] not in [min(max(edge, lowest), highest) for edge in nearest]:
             return False
     return edges[n] == len(heat)
+
+
+def compare(t: int, update: Any, want_update: Any, state: Any, want: Any, bound: float) -> None:
+    for got, wanted in zip(jax.tree.leaves(update), jax.tree.leaves(want_update), strict=True):
+        assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(flat(update) != 0, flat(want_update) != 0, f"step {t}")
+    np.testing.assert_allclose(flat(update), flat(want_update), rtol=0, atol=bound, err_msg=f"step {t}")
+    np.testing.assert_array_equal(flat(state.residual, 1), flat(want.residual, 1), f"step {t}")
+    if state.velocity is not None:
+        np.testing.assert_array_equal(flat(state.velocity, 1), flat(want.velocity, 1), f"step {t}")
+    assert (state.exchanges, state.mini_step) == (want.exchanges, want.mini_step)
+    rule, topology = state.control
+    for field, got in (rule._asdict() | {"heat": topology.heat}).items():
+        wanted = want.control.topology.heat if field == "heat" else getattr(want.control.rule, field)
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6 if field in ("trend", "heat") else 0, err_msg=f"step {t}: {field}")
+    if want.control.topology.next_blocks is None:
+        assert is_even_cut(topology.heat, topology.next_blocks), f"step {t}"
+    else:
+        np.testing.assert_array_equal(topology.next_blocks, want.control.topology.next_blocks, f"step {t}")
+    for field, got in state.metrics._asdict().items():
+        wanted = getattr(want.metrics, field)
+        if wanted is not None:
+            np.testing.assert_allclose(got, wanted, rtol=1e-6, err_msg=f"step {t}: {field}")

@@ -118,7 +118,7 @@ def _on_devices(tx: Any, params: Any, specs: Any, mesh: Mesh, check_vma: bool) -
 
 def flat(tree: Any, lead: int = 0, dtype: Any = np.float64) -> np.ndarray:
     """All leaves of a pytree joined into one vector; `lead` leading axes are kept."""
-    leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
     return np.concatenate([x.astype(dtype).reshape(*x.shape[:lead], -1) for x in leaves], axis=-1)
 
 

@@ -10,8 +10,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -59,30 +61,35 @@ def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_page(page: Path, tmp_path: Path) -> None:
-    blocks = blocks_of(page)
-    for block in blocks:
-        if block.language == "py":
-            compile(block.code, f"{page}:{block.line}", "exec")
-    run = [(block.line, block.code, block.output) for block in blocks if block.language == "python"]
-    if not run:
-        pytest.skip("no python on this page")
+def run(page: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a page's blocks in a process of their own, in this directory."""
+    blocks = [(block.line, block.code, block.output) for block in blocks_of(page) if block.language == "python"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "PYTHONWARNINGS"))}
     environment |= {
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # else devices may differ in the order of collectives
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # nearly all the time goes into compiling
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _RUN],
-        input=json.dumps([str(page), _LIKE, run]),
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=600,
-    )
+    command = [sys.executable, "-W", "error", "-c", _RUN]
+    sent = json.dumps([str(page), _LIKE, blocks])
+    return subprocess.run(command, input=sent, text=True, capture_output=True, cwd=directory, env=environment, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[Any]]]:
+    """The pages to test, two at a time; none under xdist, which spreads them itself."""
+    chosen = [item.callspec.params["page"] for item in request.session.items if getattr(item, "originalname", "") == "test_page"]
+    with ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(run, page, tmp_path_factory.mktemp("page")) for page in chosen if "PYTEST_XDIST_WORKER" not in os.environ}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_page(page: Path, started: dict[Path, Future[Any]], tmp_path: Path) -> None:
+    for block in blocks_of(page):
+        if block.language == "py":
+            compile(block.code, f"{page}:{block.line}", "exec")
+    done = started[page].result() if page in started else run(page, tmp_path)
     assert done.returncode == 0, done.stderr
 
 

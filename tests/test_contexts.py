@@ -1,0 +1,151 @@
+"""The same numbers in every context: each way to have n workers, with each kind of tree and each way to run ExDyna.
+
+A reference run on `vmap` is compared with the numpy oracle step by step; every other context must equal the reference to the bit. Gradients
+are small integers times a power of two, so that no order of summation makes a difference. By default a selection runs in which every pair
+of choices occurs; `pytest -m matrix` runs them all.
+"""
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import exdyna_jax
+import oracle
+from contexts import alone, mapped, scanned, sharded
+from simulate import PAPER, flat
+
+N = 4
+STEPS = 6
+
+CONTEXTS: dict[str, Any] = {
+    "shard_map": functools.partial(sharded, kind=AxisType.Auto, check=True),
+    "shard_map unchecked": functools.partial(sharded, kind=AxisType.Auto, check=False),
+    "explicit mesh": functools.partial(sharded, kind=AxisType.Explicit, check=True),
+    "explicit mesh unchecked": functools.partial(sharded, kind=AxisType.Explicit, check=False),
+    "two axes": functools.partial(sharded, kind=AxisType.Auto, check=True, axes=(2, 2)),
+    "two axes unchecked": functools.partial(sharded, kind=AxisType.Explicit, check=False, axes=(2, 2)),
+    "scan": scanned,
+    "pmap": functools.partial(mapped, over=jax.pmap),
+    "nested vmap": functools.partial(mapped, over=jax.vmap, jit=True, axes=(2, 2)),
+    "vmap without jit": functools.partial(mapped, over=jax.vmap),
+    "alone": alone,
+}
+
+TREES: dict[str, Any] = {
+    "float32": {"a": ((5, 7), "float32"), "b": ((), "float32"), "c": ((1030,), "float32"), "d": ((3, 11, 2), "float32")},
+    "mixed, with holes": {
+        "a": ((5, 7), "bfloat16"),
+        "b": None,
+        "c": ((1030,), "float16"),
+        "d": ((0, 3), "float32"),
+        "e": ((64,), "float32"),
+        "f": ((2, 2), jax.dtypes.float0),
+    },
+    "bfloat16": [((96, 32), "bfloat16"), ((128,), "bfloat16")],
+    "float64": {"a": ((33,), "float64"), "b": ((3, 401), "float32")},
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {"density": 0.05},
+    "published": {"density": 0.02, **PAPER},
+    "momentum, small leaves dense": {"density": 0.05, "momentum": 0.5, "min_size": 50},
+    "every third, few slots": {"density": 0.01, "every_k": 3, "capacity_factor": 1.0, "num_blocks": 24},
+}
+
+
+def _pairwise(*choices: Any) -> list[tuple[str, ...]]:
+    """Combinations, first come first served, such that every pair of choices is in one of them."""
+    every = list(itertools.product(*choices))
+    missing = {pair for combination in every for pair in _pairs(combination)}
+    chosen = []
+    while missing:
+        best = max(every, key=lambda combination: len(missing & _pairs(combination)))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(combination: tuple[str, ...]) -> set[Any]:
+    return set(itertools.combinations(enumerate(combination), 2))
+
+
+EVERY = list(itertools.product(CONTEXTS, TREES, OPTIONS))
+SELECTED = _pairwise(CONTEXTS, TREES, OPTIONS)
+ROWS = [pytest.param(*row, id=", ".join(row), marks=[] if row in SELECTED else pytest.mark.matrix) for row in EVERY]
+
+
+def _leaf(entry: Any) -> bool:
+    return entry is None or isinstance(entry, tuple)
+
+
+def _shapes(tree: str) -> Any:
+    return jax.tree.map(lambda e: None if e is None else jax.ShapeDtypeStruct(*e), TREES[tree], is_leaf=_leaf)
+
+
+def _params(tree: str) -> Any:
+    """As the gradients, but where these are float0 the parameters are integers."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, "int32") if s.dtype == jax.dtypes.float0 else s, _shapes(tree))
+
+
+def _gradients(tree: str, n: int, t: int) -> Any:
+    rng = np.random.RandomState(100 * t + n)
+    scale = 2.0 ** [0, 0, 2, -3, 0, 0][t]
+
+    def draw(s: Any) -> Any:
+        if s.dtype == jax.dtypes.float0:
+            return np.zeros((n, *s.shape), s.dtype)
+        return (rng.randint(-8, 9, (n, *s.shape)) * scale).astype(s.dtype)
+
+    return jax.tree.map(draw, _shapes(tree))
+
+
+def _with_types(tree: str) -> Any:
+    return jax.enable_x64(True) if tree == "float64" else contextlib.nullcontext()
+
+
+@functools.cache
+def _reference(tree: str, options: str, n: int) -> tuple[list[Any], list[Any]]:
+    """The gradients of some steps, and what `vmap` makes of them, which equals the oracle."""
+    with _with_types(tree):
+        steps = [_gradients(tree, n, t) for t in range(STEPS)]
+        jax.tree.leaves(steps[4])[0].reshape(-1)[0] = np.nan
+
+        def make(axis: Any) -> Any:
+            return exdyna_jax.exdyna(axis_name=axis, **OPTIONS[options])
+
+        seen = mapped(make, _params(tree), n, steps, over=jax.vmap, jit=True)
+        state = jax.device_get(exdyna_jax.exdyna(axis_name="a", num_workers=n, **OPTIONS[options]).init(_zeros(_params(tree))))
+        for t, (g, (update, after)) in enumerate(zip(steps, seen, strict=True)):
+            want_update, want = oracle.step(state, g, oracle.Options(**OPTIONS[options]))
+            oracle.compare(t, update, want_update, after, want, 0)
+            state = after
+        return steps, seen
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+@pytest.mark.parametrize(("context", "tree", "options"), ROWS)
+def test_same_numbers(context: str, tree: str, options: str) -> None:
+    n = 1 if context == "alone" else N
+    steps, want = _reference(tree, options, n)
+    with _with_types(tree):
+        seen = CONTEXTS[context](lambda axis: exdyna_jax.exdyna(axis_name=axis, **OPTIONS[options]), _params(tree), n, steps)
+    for (update, state), (want_update, want_state) in zip(seen, want, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, update, want_update)
+        assert jax.tree.map(lambda x: x.dtype, update) == jax.tree.map(lambda x: x.dtype, want_update)
+        if state is None:  # inside a scan only the last one is seen
+            continue
+        np.testing.assert_array_equal(flat(state.residual, 1), flat(want_state.residual, 1))
+        if want_state.velocity is not None:
+            np.testing.assert_array_equal(flat(state.velocity, 1), flat(want_state.velocity, 1))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state.control, want_state.control)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state.metrics, want_state.metrics)

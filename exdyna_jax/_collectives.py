@@ -67,6 +67,12 @@ def to_varying(tree: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(cast, tree) if _tracked(axes) else tree
 
 
+def alike(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """`x` typed as different along every axis along which one of the others is, as the branches of a `cond` and loop carries must be."""
+    missing = tuple(sorted(frozenset().union(*map(_varying, others)) - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def unmanaged_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Axes of the mesh, of more than one device, that are left to the compiler inside a `shard_map` over `axes`."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -13,12 +13,15 @@ from jax import lax
 from exdyna_jax._collectives import Workers, all_gather, psum
 from exdyna_jax._layout import Accumulator, Layout, add
 
+_NOTES = 3  # words behind the indices: count, threshold, checksum
+
 
 class Message(NamedTuple):
     """What all workers selected, replicated."""
 
     indices: jax.Array  # int32 [n, capacity], each row ascending, then padding
     counts: jax.Array  # int32 [n], marked by each worker; beyond `capacity` it overflowed
+    thresholds: jax.Array  # float32 [n], with which each selected
     identical: jax.Array  # bool [], all workers hold the same gradient: it was summed before it came here
 
 
@@ -38,10 +41,12 @@ class Sums(NamedTuple):
     finite: jax.Array  # bool [], no worker saw a NaN or an infinity
 
 
-def gather(indices: jax.Array, count: jax.Array, local: Local, workers: Workers) -> Message:
-    """All-gathers int32 [capacity] indices, the count and the checksum in one buffer of `capacity + 2` words a worker."""
-    rows = all_gather(jnp.concatenate([indices, jnp.stack([count, _checksum_bits(local)])]), workers)
-    return Message(rows[:, :-2], rows[:, -2], _identical(rows[:, -1]))
+def gather(indices: jax.Array, count: jax.Array, threshold: jax.Array, local: Local, workers: Workers) -> Message:
+    """All-gathers int32 [capacity] indices, the count, the threshold and the checksum in one buffer of `capacity + 3` words a worker."""
+    notes = jnp.stack([count, _bits(threshold), _bits(local.checksum)])
+    rows = all_gather(jnp.concatenate([indices, notes]), workers)
+    thresholds = lax.bitcast_convert_type(rows[:, -2], jnp.float32)
+    return Message(rows[:, :-_NOTES], rows[:, -_NOTES], thresholds, _identical(rows[:, -1]))
 
 
 def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
@@ -58,8 +63,8 @@ def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.
     return rows.at[row, column].get(mode="fill", fill_value=fill), row
 
 
-def _checksum_bits(local: Local) -> jax.Array:
-    return lax.bitcast_convert_type(local.checksum.astype(jnp.float32), jnp.int32)
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def _identical(checksums: jax.Array) -> jax.Array:
@@ -82,7 +87,7 @@ def reduce(values: jax.Array, scalars: tuple[jax.Array, ...], accumulator: Accum
 
 def gather_bytes(capacity: int, n: int) -> float:
     """Bytes one worker sends for `gather` by a ring: its own buffer, then the n - 2 that it passes on."""
-    return (n - 1) * (capacity + 2) * 4
+    return (n - 1) * (capacity + _NOTES) * 4
 
 
 def reduce_bytes(values: int, scalars: int, layout: Layout, n: int) -> float:

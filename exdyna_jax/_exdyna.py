@@ -143,23 +143,23 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
         sizes = tiers(density, layout.size)
         capacities = [slots(size, n, capacity_factor, layout.span) for size in sizes]
 
-        threshold = rule.start(control.rule, accumulator, k, workers)
+        own_threshold = rule.start(control.rule, accumulator, k, workers)
         edge = edges(grid, control.topology.next_blocks)
         partition = partition_of(count, workers.rank, n)
         start, stop = edge[partition], edge[partition + 1]
-        words = marks(accumulator, threshold, start, stop)
+        words = marks(accumulator, own_threshold, start, stop)
         if rule.never_empty:
             words = or_one(words, start, stop, count)
 
         def ship(capacity: int) -> Shipped:
             """Sends what is marked in buffers of `capacity` slots; the results are as large as for the largest buffers."""
             indices, marked = compact(words, capacity, layout.span, count)
-            message = gather(indices, marked, local, workers)
+            message = gather(indices, marked, own_threshold, local, workers)
             sent = jnp.minimum(message.counts, capacity)
             indices, owner = join(by_partition(message.indices, count), by_partition(sent, count), layout.span)
             values = take(accumulator, indices)
             own = jnp.where(owner == partition, jnp.abs(values), 0)
-            excess = jnp.sum(jnp.where(own > 0, jnp.log(own / threshold.astype(own.dtype)), 0))
+            excess = jnp.sum(jnp.where(own > 0, jnp.log(own / own_threshold.astype(own.dtype)), 0))
             sums = reduce(values, (excess,), accumulator, local, workers)
             return Shipped(
                 _widen(indices, n * capacities[0], layout.span),
@@ -175,6 +175,7 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
         )
 
         selected = message.counts
+        threshold = rule.settle(control.rule, message.thresholds)
         state = rule.next(control.rule, threshold, jnp.sum(selected, dtype=jnp.int32), jnp.sum(sent, dtype=jnp.int32), sums.scalars[0], k)
         topology = balance.next(control.topology, grid, layout.size, by_partition(selected, count), indices, by_partition(sent, count))
         return Exchange(

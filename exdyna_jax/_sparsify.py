@@ -226,7 +226,7 @@ def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, lo
     del count
     layout, n = accumulator.layout, workers.size
     nothing = jnp.zeros(0, layout.dtype)
-    message = gather(jnp.zeros(0, jnp.int32), jnp.int32(0), local, workers)
+    message = gather(jnp.zeros(0, jnp.int32), jnp.int32(0), jnp.float32(0), local, workers)
     sums = reduce(nothing, (), accumulator, local, workers)
     each, more = divmod(_counted(layout), n)
     share = each + (jnp.arange(n) < more).astype(jnp.int32)

@@ -2,7 +2,8 @@
 
 A rule is three functions:
   `init(k)`                                                        state before the first step
-  `start(state, accumulator, k, workers) -> threshold`             the threshold of this step
+  `start(state, accumulator, k, workers) -> threshold`             what this worker selects with in this step
+  `settle(state, starts) -> threshold`                             the same for all, from what all workers selected with, [n]
   `next(state, threshold, selected, sent, excess, k) -> state`     after the exchange
 where `k` is the target, `selected` what all workers marked, `sent` what found a slot, and `excess` the sum of `log(|a| / threshold)` over
 what was sent.
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from exdyna_jax._collectives import Workers, agreed, psum
+from exdyna_jax._collectives import Workers, agreed, alike
 from exdyna_jax._compact import count
 from exdyna_jax._layout import Accumulator, sample
 
@@ -27,6 +28,7 @@ _SAMPLE = 2**18
 class Rule(NamedTuple):
     init: Callable[[jax.Array], Any]
     start: Callable[..., jax.Array]
+    settle: Callable[[Any, jax.Array], jax.Array]
     next: Callable[..., Any]
     never_empty: bool  # a worker whose partition holds nothing above the threshold sends one element all the same
 
@@ -46,6 +48,11 @@ def _paper_start(state: Ladder, accumulator: Accumulator, k: jax.Array, workers:
     return state.next_threshold
 
 
+def _paper_settle(state: Ladder, starts: jax.Array) -> jax.Array:
+    del starts
+    return state.next_threshold
+
+
 def _paper_next(state: Ladder, threshold: jax.Array, selected: jax.Array, sent: jax.Array, excess: jax.Array, k: jax.Array) -> Ladder:
     """Up half a percent above 1.1 k, down half a percent below 0.909 k, and, as released, up an eighth in between."""
     del state, sent, excess
@@ -62,21 +69,21 @@ class Servo(NamedTuple):
     age: jax.Array  # int32 [], steps since the residuals were all zero
 
 
-def quantile(magnitudes: jax.Array, target: jax.Array, workers: Workers) -> jax.Array:
-    """The largest float32 t such that at least `target` of the magnitudes of all workers are >= t; the smallest normal one if none is.
+def quantile(magnitudes: jax.Array, target: int | jax.Array) -> jax.Array:
+    """The largest float32 t such that at least `target` of the magnitudes are >= t; the smallest normal one if none is.
 
-    Positive floats are ordered as their bit patterns are, so t is found four bits at a time: eight rounds, each one sum of 15 counts
-    over the workers.
+    Positive floats are ordered as their bit patterns are, so t is found four bits at a time, in eight rounds of 15 counts.
     """
     bits = lax.bitcast_convert_type(magnitudes.astype(jnp.float32), jnp.uint32)
 
     def narrow(i: jax.Array, low: jax.Array) -> jax.Array:
         shift = (28 - 4 * i).astype(jnp.uint32)
         candidates = (low + (jnp.uint32(digit) << shift) for digit in range(1, 16))
-        counts = psum(jnp.stack([count(bits >= candidate) for candidate in candidates]), workers)
+        counts = jnp.stack([count(bits >= candidate) for candidate in candidates])
         return low + (jnp.sum(counts >= target, dtype=jnp.uint32) << shift)
 
-    return jnp.maximum(lax.bitcast_convert_type(lax.fori_loop(0, 8, narrow, jnp.uint32(0)), jnp.float32), _TINY)
+    low = lax.fori_loop(0, 8, narrow, alike(jnp.uint32(0), bits))
+    return jnp.maximum(lax.bitcast_convert_type(low, jnp.float32), _TINY)
 
 
 def _proportional_init(k: jax.Array) -> Servo:
@@ -84,14 +91,23 @@ def _proportional_init(k: jax.Array) -> Servo:
 
 
 def _proportional_start(state: Servo, accumulator: Accumulator, k: jax.Array, workers: Workers) -> jax.Array:
-    """The threshold carried over, or, where none is known, a quantile of a sample of all workers' accumulators."""
+    """The threshold carried over, or, where none is known, a quantile of a sample of this worker's own accumulator.
+
+    No collective here: on a condition it could meet another one of the user's program in a different order on each worker. Each worker
+    sees its own partition only, so that the counts add up to about k though the thresholds differ a little.
+    """
+    known, own = state.next_threshold, accumulator.leaves[0][1]
 
     def estimate() -> jax.Array:
         values, stride = sample(accumulator, _SAMPLE)
-        target = jnp.maximum(jnp.round(k * (workers.size / stride)), 1).astype(jnp.int32)
-        return quantile(jnp.abs(values), target, workers).astype(state.next_threshold.dtype)
+        target = jnp.maximum(jnp.round(k / stride), 1).astype(jnp.int32)
+        return alike(quantile(jnp.abs(values), target).astype(known.dtype), known, own)
 
-    return lax.cond(agreed(state.next_threshold == 0, workers), estimate, lambda: state.next_threshold)
+    return lax.cond(agreed(known == 0, workers), estimate, lambda: alike(known, own))
+
+
+def _proportional_settle(state: Servo, starts: jax.Array) -> jax.Array:
+    return jnp.where(state.next_threshold == 0, jnp.mean(starts).astype(state.next_threshold.dtype), state.next_threshold)
 
 
 def _weight(count: jax.Array) -> jax.Array:
@@ -124,6 +140,6 @@ def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, 
 
 
 RULES = {
-    "paper": Rule(_paper_init, _paper_start, _paper_next, never_empty=True),
-    "proportional": Rule(_proportional_init, _proportional_start, _proportional_next, never_empty=False),
+    "paper": Rule(_paper_init, _paper_start, _paper_settle, _paper_next, never_empty=True),
+    "proportional": Rule(_proportional_init, _proportional_start, _proportional_settle, _proportional_next, never_empty=False),
 }

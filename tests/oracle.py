@@ -158,8 +158,10 @@ def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) ->
     k, slots = target(options, t, size, n, span)
 
     threshold = rule.next_threshold
+    own_threshold = [threshold] * n
     if options.threshold_rule == "proportional" and threshold == 0:
-        threshold = estimate(np.abs(a[:, real]), k)
+        own_threshold = [estimate(np.abs(row[real]), k) for row in a]
+        threshold = np.mean(own_threshold, dtype=np.float32)
     num_blocks = options.num_blocks or (1024 if "paper" in (options.threshold_rule, options.balance) else None)
     width = block_size(span, num_blocks, blocks)
     ranges = bounds(span, width, blocks)
@@ -167,7 +169,9 @@ def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) ->
     selected, sent = [], []
     for worker in range(n):
         start, stop = ranges[(t + worker) % n]
-        marked = [start + i for i in np.flatnonzero(real[start:stop] & (np.abs(a[worker, start:stop]) >= np.float32(threshold)))]
+        marked = [
+            start + i for i in np.flatnonzero(real[start:stop] & (np.abs(a[worker, start:stop]) >= np.float32(own_threshold[worker])))
+        ]
         if options.threshold_rule == "paper" and not marked and stop > start:
             marked = [start + t % (stop - start)]
         selected.append(marked)
@@ -184,8 +188,8 @@ def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) ->
     if options.threshold_rule == "paper":
         next_rule = rule._replace(next_threshold=ladder(threshold, sum(counts) / k))
     else:
-        own = np.array([abs(a[worker, i]) for worker in range(n) for i in sent[worker]], np.float64)
-        next_rule = servo(rule, float(threshold), int(sum(counts)), own, k)
+        above = np.array([abs(a[worker, i]) / own_threshold[worker] for worker in range(n) for i in sent[worker]], np.float64)
+        next_rule = servo(rule, float(threshold), int(sum(counts)), above, k)
     if options.balance == "paper":
         next_topology = topology._replace(next_blocks=np.array(paper_balance(list(blocks), list(by_partition), width, size)))
     else:
@@ -215,11 +219,9 @@ def target(options: Options, t: int, size: int, n: int, span: int) -> tuple[int,
 
 
 def estimate(magnitudes: np.ndarray, k: int) -> np.float32:
-    """The magnitude that k elements a worker reach, in a sample of at most 2**18, but never 0: zeros are not sent."""
-    n, size = magnitudes.shape
-    stride = math.ceil(size / 2**18)
-    ordered = np.sort(magnitudes[:, ::stride].reshape(-1))
-    return max(ordered[-max(round(k * n / stride), 1)], TINY)
+    """The magnitude that k elements of a worker reach, by a sample of at most 2**18, but never 0: zeros are not sent."""
+    stride = math.ceil(len(magnitudes) / 2**18)
+    return max(np.sort(magnitudes[::stride])[-max(round(k / stride), 1)], TINY)
 
 
 def ladder(threshold: Any, ratio: float) -> float:
@@ -231,14 +233,14 @@ def ladder(threshold: Any, ratio: float) -> float:
     return threshold * 0.995
 
 
-def servo(rule: Any, threshold: float, total: int, own: np.ndarray, k: int) -> Any:
-    """The proportional threshold rule; `own` holds the magnitudes that were sent, each worker's of its own partition."""
+def servo(rule: Any, threshold: float, total: int, above: np.ndarray, k: int) -> Any:
+    """The proportional threshold rule; `above` holds what was sent in units of the threshold, each worker's of its own partition."""
     age = 0 if total == 0 and threshold <= TINY else rule.age + 1
     error = math.log((total + 0.5) / (k + 0.5))
     if total == 0 or (abs(error) > math.log(4) and abs(total - k) > 8 * math.sqrt(k)):
         return rule._replace(next_threshold=0, slope=FIRST_SLOPE, trend=0, age=age)
-    measured = len(own) / max(float(np.log(own / threshold).sum()), 1e-6)
-    slope = rule.slope + 0.2 * len(own) / (len(own) + 16) * (min(max(measured, 1.5), 300) - rule.slope)
+    measured = len(above) / max(float(np.log(above).sum()), 1e-6)
+    slope = rule.slope + 0.2 * len(above) / (len(above) + 16) * (min(max(measured, 1.5), 300) - rule.slope)
     correction = k / (k + 16) * min(max(error, -1), 1) / slope
     trend = min(max(rule.trend + 0.2 * correction, -0.1), 0.1)
     move = 0.7 * correction + trend + 0.5 * math.log((rule.age + 2) / (rule.age + 1))

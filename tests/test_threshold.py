@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import oracle
-from exdyna_jax._collectives import bind
 from exdyna_jax._threshold import RULES, quantile
 
 RULE = RULES["proportional"]
@@ -27,7 +26,7 @@ _paper_next = jax.jit(RULES["paper"].next)
 
 @jax.jit
 def _quantile(magnitudes: Any, target: Any) -> Any:
-    return quantile(magnitudes, target, bind(()))
+    return quantile(magnitudes, target)
 
 
 @given(st.lists(st.one_of(floats, st.sampled_from([0.0, 1.0, 2.0**-126, 2.0**-127, 2.0**-149])), min_size=1, max_size=SIZE), st.data())
@@ -42,13 +41,6 @@ def test_quantile_is_what_a_sort_finds(values: list[float], data: Any) -> None:
     assert got.dtype == np.float32
     assert got == max(np.partition(padded, SIZE - target)[SIZE - target], np.float32(2.0**-126))
     assert np.sum(padded >= got) >= target or got == np.float32(2.0**-126)
-
-
-def test_quantile_counts_over_all_workers() -> None:
-    n, size = 4, 64
-    magnitudes = np.abs(np.random.RandomState(0).standard_normal((n, size))).astype(np.float32)
-    found = jax.vmap(lambda x: quantile(x, jnp.int32(37), bind(("data",))), axis_name="data", out_axes=None)(magnitudes)
-    assert found == np.sort(magnitudes.reshape(-1))[-37]
 
 
 def _after(state: Any, threshold: float, selected: int, k: int, slope: float) -> Any:

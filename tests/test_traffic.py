@@ -1,7 +1,7 @@
 """What a training step sends: compact buffers only, as seen in its jaxpr and in the program that XLA makes of it.
 
-In every step one all-gather of indices and one all-reduce of values; only where a threshold has to be estimated, fifteen counts a round
-more. Nothing of the gradient's size, and as many bytes as the metrics say.
+In every step one all-gather of indices and one all-reduce of values, and no collective on a condition. Nothing of the gradient's size,
+and as many bytes as the metrics say.
 """
 
 import functools
@@ -83,17 +83,16 @@ def test_collectives_of_a_step(check_vma: bool) -> None:
     always = [c for c in always if c[0] != "pmax"]  # unchecked: one number, so that a branch is taken under vmap
     kinds = [(kind, [(aval.shape, str(aval.dtype)) for aval in avals]) for kind, _, avals in always]
     (gather, [(indices, _)]), (reduce, [(values, _)]) = kinds
-    slots = indices[0] - 2  # a count and a checksum besides
+    slots = indices[0] - 3  # a count, a threshold and a checksum besides
     assert (gather, reduce) == ("all_gather", "psum")
     assert [dtype for _, [(_, dtype)] in kinds] == ["int32", "float32"]
     k = int(0.01 * SIZE)
     assert slots == math.ceil(1.5 * k / N + 6 * math.sqrt(k / N))
     assert values == (N * slots + 2,)  # the slope's measure and a flag besides
-    assert [(kind, avals[0].shape, str(avals[0].dtype)) for kind, _, avals in sometimes] == [("psum", (15,), "int32")]
-    assert sometimes[0][1][0] == "cond"
+    assert not sometimes, "on a condition a collective could meet another one in a different order on each worker"
 
 
-def test_no_estimate_where_the_published_rule_needs_none() -> None:
+def test_the_published_rules_send_the_same() -> None:
     always, sometimes = _split(*_training(threshold_rule="paper", balance="paper"))
     assert [kind for kind, _, _ in always] == ["all_gather", "psum"]
     assert not sometimes
@@ -126,9 +125,9 @@ def test_compiled_program(min_size: int) -> None:
     sizes = []
     for shapes, kind in re.findall(pattern, text):
         sizes.append((kind, sum(math.prod(int(i) for i in dims.split(",") if i) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes))))
-    slots = _split(fun, args)[0][0][2][0].shape[0] - 2
+    slots = _split(fun, args)[0][0][2][0].shape[0] - 3
     dense = 20 if min_size else 0
-    assert sorted(sizes) == [("all-gather", N * (slots + 2)), ("all-reduce", 15), ("all-reduce", N * slots + 2 + dense)]
+    assert sorted(sizes) == [("all-gather", N * (slots + 3)), ("all-reduce", N * slots + 2 + dense)]
     assert max(size for _, size in sizes) < SIZE / 4
 
 

@@ -175,7 +175,7 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
         )
 
         selected = message.counts
-        threshold = rule.settle(control.rule, message.thresholds)
+        threshold, lowest = rule.settle(control.rule, message.thresholds)
         state = rule.next(control.rule, threshold, jnp.sum(selected, dtype=jnp.int32), jnp.sum(sent, dtype=jnp.int32), sums.scalars[0], k)
         topology = balance.next(control.topology, grid, layout.size, by_partition(selected, count), indices, by_partition(sent, count))
         return Exchange(
@@ -187,7 +187,7 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
             control=ExdynaControl(state, topology),
             selected=selected,
             sent=sent,
-            threshold=threshold,
+            threshold=lowest,
             blocks=control.topology.next_blocks,
             identical=message.identical,
             bytes_sent=sent_bytes,

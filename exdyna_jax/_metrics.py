@@ -12,7 +12,7 @@ class Metrics(NamedTuple):
     density: jax.Array  # float32 [], selected / N
     sent: jax.Array  # int32 [], exchanged
     selected_per_worker: jax.Array  # int32 [n], in worker order
-    threshold: jax.Array | None  # float [], as used in the step
+    threshold: jax.Array | None  # float [], as used in the step; where workers estimated one each, the lowest
     blocks: jax.Array | None  # int32 [n], blocks per partition as used in the step
     imbalance: jax.Array  # float32 [], n max(k_i) / sum(k_i); 1 is perfect
     overflow: jax.Array  # int32 [], selected - sent: found no slot and stays in the residual

@@ -92,7 +92,7 @@ def block_counts(grid: Grid, indices: jax.Array) -> jax.Array:
 
 def block_owner(blocks: jax.Array, num_blocks: int) -> jax.Array:
     """int32 [num_blocks]: the partition to which each block belongs."""
-    return jnp.searchsorted(jnp.cumsum(blocks), jnp.arange(num_blocks), side="right").astype(jnp.int32)
+    return jnp.searchsorted(jnp.cumsum(blocks, dtype=jnp.int32), jnp.arange(num_blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
 
 
 def _paper_init(grid: Grid, n: int) -> Topology:

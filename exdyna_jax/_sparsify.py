@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step
+from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step, takes_part
 from exdyna_jax._metrics import Metrics
 
 
@@ -112,7 +113,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         else:
             due = agreed(state.mini_step + 1 >= options.every_k, workers)
             means, state = lax.cond(due, lambda: exchange(updates, state, workers), lambda: hold(updates, state, workers))
-        return _replace(updates, means | _empty(updates)), state
+        return _replace(updates, means | _idle(updates)), state
 
     def exchange(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
         """Some of the accumulator becomes the update, the same on all workers, and the rest the residual."""
@@ -198,10 +199,14 @@ def _replace(tree: Any, new: Leaves) -> Any:
     return jax.tree.unflatten(treedef, [new[i].reshape(leaf.shape) if i in new else leaf for i, leaf in enumerate(leaves)])
 
 
-def _empty(updates: optax.Updates) -> Leaves:
-    """Leaves without elements, made anew: equal on all workers in type too."""
+def _idle(updates: optax.Updates) -> Leaves:
+    """Leaves that take no part, without elements or float0, made anew: equal on all workers in type too."""
     leaves = enumerate(jax.tree.leaves(updates))
-    return {i: jnp.zeros(leaf.shape, leaf.dtype) for i, leaf in leaves if leaf.size == 0 and jnp.issubdtype(leaf.dtype, jnp.floating)}
+    return {i: _nothing(leaf) for i, leaf in leaves if not takes_part(leaf)}
+
+
+def _nothing(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, leaf.dtype) if leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype)
 
 
 def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

@@ -3,7 +3,7 @@
 A rule is three functions:
   `init(k)`                                                        state before the first step
   `start(state, accumulator, k, workers) -> threshold`             what this worker selects with in this step
-  `settle(state, starts) -> threshold`                             the same for all, from what all workers selected with, [n]
+  `settle(state, starts) -> threshold, lowest`                     the same for all, from what all workers selected with, [n]
   `next(state, threshold, selected, sent, excess, k) -> state`     after the exchange
 where `k` is the target, `selected` what all workers marked, `sent` what found a slot, and `excess` the sum of `log(|a| / threshold)` over
 what was sent.
@@ -28,7 +28,7 @@ _SAMPLE = 2**18
 class Rule(NamedTuple):
     init: Callable[[jax.Array], Any]
     start: Callable[..., jax.Array]
-    settle: Callable[[Any, jax.Array], jax.Array]
+    settle: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
     next: Callable[..., Any]
     never_empty: bool  # a worker whose partition holds nothing above the threshold sends one element all the same
 
@@ -48,9 +48,9 @@ def _paper_start(state: Ladder, accumulator: Accumulator, k: jax.Array, workers:
     return state.next_threshold
 
 
-def _paper_settle(state: Ladder, starts: jax.Array) -> jax.Array:
+def _paper_settle(state: Ladder, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
     del starts
-    return state.next_threshold
+    return state.next_threshold, state.next_threshold
 
 
 def _paper_next(state: Ladder, threshold: jax.Array, selected: jax.Array, sent: jax.Array, excess: jax.Array, k: jax.Array) -> Ladder:
@@ -106,8 +106,11 @@ def _proportional_start(state: Servo, accumulator: Accumulator, k: jax.Array, wo
     return lax.cond(agreed(known == 0, workers), estimate, lambda: alike(known, own))
 
 
-def _proportional_settle(state: Servo, starts: jax.Array) -> jax.Array:
-    return jnp.where(state.next_threshold == 0, jnp.mean(starts).astype(state.next_threshold.dtype), state.next_threshold)
+def _proportional_settle(state: Servo, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean and the lowest of the estimates, or the threshold that was known."""
+    known = state.next_threshold
+    mean, lowest = (jnp.where(known == 0, x.astype(known.dtype), known) for x in (jnp.mean(starts), jnp.min(starts)))
+    return mean, lowest
 
 
 def _weight(count: jax.Array) -> jax.Array:
@@ -123,7 +126,7 @@ def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, 
     k = k.astype(jnp.float32)
     error = jnp.log((selected.astype(jnp.float32) + 0.5) / (k + 0.5))
     bounded = jnp.clip(error, -1, 1)
-    measured = jnp.clip(sent.astype(jnp.float32) / jnp.maximum(excess, 1e-6), 1.5, 300)
+    measured = jnp.clip(sent.astype(jnp.float32) / jnp.maximum(excess.astype(jnp.float32), 1e-6), 1.5, 300)
     slope = state.slope + 0.2 * _weight(sent) * (measured - state.slope)
     correction = _weight(k) * bounded / slope
     trend = jnp.clip(state.trend + 0.2 * correction, -0.1, 0.1)

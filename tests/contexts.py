@@ -27,7 +27,7 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x if x.dtype == jax.dtypes.float0 else x[0], tree)
+    return jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype) if x.dtype == jax.dtypes.float0 else x[0], tree)
 
 
 def _spread(tree: Any, mesh: Any, spec: P) -> Any:

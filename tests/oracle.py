@@ -202,7 +202,7 @@ def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) ->
 
     told = before.metrics._replace(
         selected=sum(counts), density=sum(counts) / size, sent=len(everything), overflow=sum(counts) - len(everything),
-        selected_per_worker=counts, threshold=threshold, blocks=blocks, imbalance=max(counts) * n / max(sum(counts), 1),
+        selected_per_worker=counts, threshold=min(own_threshold), blocks=blocks, imbalance=max(counts) * n / max(sum(counts), 1),
         skipped_in_a_row=np.int32(0), bytes_sent=None, gradients_identical=None,
     )  # fmt: skip
     return everything, before.control._replace(rule=next_rule, topology=next_topology), told

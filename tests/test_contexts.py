@@ -101,7 +101,7 @@ def _gradients(tree: str, n: int, t: int) -> Any:
     def draw(s: Any) -> Any:
         if s.dtype == jax.dtypes.float0:
             return np.zeros((n, *s.shape), s.dtype)
-        return (rng.randint(-8, 9, (n, *s.shape)) * scale).astype(s.dtype)
+        return (rng.randint(-127, 128, (n, *s.shape)) * scale).astype(s.dtype)
 
     return jax.tree.map(draw, _shapes(tree))
 

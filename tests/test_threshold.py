@@ -62,7 +62,7 @@ def test_published_rule(selected: int) -> None:
 def test_our_rule_equals_its_formula(selected: int, k: int, slope: float, threshold: float) -> None:
     state = jax.device_get(RULE.init(jnp.float32(k)))._replace(age=np.int32(3), trend=np.float32(0.02), slope=np.float32(3))
     got = _after(state, threshold, selected, k, slope)
-    want = oracle.servo(state, threshold, selected, np.full(selected, threshold * math.exp(1 / slope)), k)
+    want = oracle.servo(state, threshold, selected, np.full(selected, math.exp(1 / slope)), k)
     for name in got._fields:
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6 if name == "trend" else 0, err_msg=name)
 

@@ -121,6 +121,8 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         layout = accumulator.layout
         run = method.exchange if layout.leaves else _exchange_dense
         done = run(accumulator, state.control, state.exchanges, local, workers)
+        if options.nonfinite == "skip":
+            done = done._replace(finite=done.finite & _all_finite(done.mean, *done.dense))
         indices = jnp.where(done.finite, done.indices, layout.span)  # a skipped step has padding only
 
         rows, values = [], []
@@ -216,6 +218,11 @@ def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], fini
     grown = jnp.where(finite, add(momentum, *terms), e)
     moved = (jnp.where(finite, step(momentum, *terms), u) for u in velocity)
     return grown, tuple(moved)
+
+
+def _all_finite(*sums: jax.Array) -> jax.Array:
+    """Whether finite numbers stayed so when they were added up; scaled, so that adding them all up can't spoil it."""
+    return jnp.isfinite(sum(jnp.sum(x * jnp.asarray(2.0**-30, x.dtype)) for x in sums))
 
 
 def _fitted(x: jax.Array, dtype: Any) -> jax.Array:

@@ -86,6 +86,21 @@ def test_update_too_large_for_its_dtype_is_not_lost() -> None:
     np.testing.assert_array_equal(moved + flat(state.residual, 1).mean(axis=0), np.full(64, 180_000.0))
 
 
+def test_sum_too_large_for_its_dtype_is_skipped() -> None:
+    """Finite gradients of two workers whose sum is not: the step is skipped as if one of them held an infinity, and training goes on."""
+    run = simulation("odd", 2, 0.3)
+    rng = np.random.RandomState(0)
+    state = run.init()
+    for t in range(4):
+        g = gradients("odd", 2, (lambda shape: np.full(shape, 3e38)) if t == 1 else rng.standard_normal)
+        before, (update, state) = state, run.step(g, state)
+        assert metrics(state)["skipped"] == (t >= 1)
+        assert np.isfinite(flat(update)).all()
+        assert np.isfinite(flat(state.residual, 1)).all()
+        if t == 1:
+            np.testing.assert_array_equal(flat(state.residual, 1), flat(before.residual, 1))
+
+
 def test_every_element_of_an_overflowing_partition_is_sent() -> None:
     """At a threshold that everything exceeds, partitions overflow in each step; no element waits for ever."""
     run = simulation("odd", 4, **SETUPS["paper"][2])

@@ -222,7 +222,7 @@ def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], fini
 
 def _all_finite(*sums: jax.Array) -> jax.Array:
     """Whether finite numbers stayed so when they were added up; scaled, so that adding them all up can't spoil it."""
-    return jnp.isfinite(sum(jnp.sum(x * jnp.asarray(2.0**-30, x.dtype)) for x in sums))
+    return jnp.stack([jnp.isfinite(jnp.sum(x * jnp.asarray(2.0**-30, x.dtype))) for x in sums]).all()
 
 
 def _fitted(x: jax.Array, dtype: Any) -> jax.Array:

@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
     parser.add_argument("--momentum", type=float, default=Settings.momentum, help="Nesterov's for sgd, the first moment's for adamw")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from the newest save there is")
-    parser.add_argument("--save-every", type=int, metavar="STEPS", default=100, help="with --checkpoint")
+    parser.add_argument("--save-every", type=int, metavar="STEPS", help="with --checkpoint; default: 100")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw loss, density, threshold and imbalance here")
     arguments = vars(parser.parse_args())
@@ -267,8 +267,10 @@ def main() -> None:
     console = Console()
     with parser.complaining():
         settings = Settings(**arguments)
+        if save_every is not None and not directory:
+            raise ValueError("--save-every only goes with --checkpoint DIR")
         provide_devices(settings.workers)
-        saves = Saves(directory, save_every, console.print) if directory else None
+        saves = Saves(directory, 100 if save_every is None else save_every, console.print) if directory else None
         with progress(console) as show:
             result = train(settings, show, saves)
         console.print(table(result))

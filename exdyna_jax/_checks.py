@@ -1,5 +1,6 @@
 """What can be wrong with what a user hands in, and what to do about it. Every message carries the value it complains about."""
 
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
         raise ValueError(
             f"dense_axis={fast} and axis_name={axes} share an axis: average densely over the fast axes, sparsify over the others."
         )
-    if not isinstance(options.min_size, (int, float)) or not options.min_size >= 0:
+    if not (_is_int(options.min_size) or options.min_size == math.inf) or options.min_size < 0:
         raise ValueError(f"min_size={options.min_size!r} is not a number of elements: leaves with fewer go dense, 0 sparsifies all.")
     if not _is_int(options.every_k) or options.every_k < 1:
         raise ValueError(f"every_k={options.every_k!r} is not a positive int: exchange every so many steps, 1 is every step.")
@@ -29,10 +30,12 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
         raise ValueError(f"momentum={momentum!r} is not in [0, 1): momentum correction decays by it; None turns it off.")
     check_choice("nonfinite", options.nonfinite, ("skip", "propagate"))
     dtype = options.residual_dtype
-    if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32):
-        raise ValueError(
-            f"residual_dtype={jnp.dtype(dtype).name} would lose small gradients that are added to it one by one: use float32 or float64."
-        )
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError as error:
+        raise ValueError(f"residual_dtype={dtype!r} is not a dtype: use float32 or float64, or leave it out.") from error
+    if name is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32):
+        raise ValueError(f"residual_dtype={name} would lose small gradients that are added to it one by one: use float32 or float64.")
 
 
 def _is_int(x: Any) -> bool:

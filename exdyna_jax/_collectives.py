@@ -23,9 +23,11 @@ class Workers(NamedTuple):
 
 def axis_tuple(argument: str, axis_name: AxisName) -> tuple[str, ...]:
     """The axis names as a tuple; raises a ValueError for anything that is not `str | tuple[str, ...] | None`."""
-    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
-        raise ValueError(f"{argument}={axis_name!r} is not a mesh axis name, a tuple of them, or None.")
+    if axis_name is None:
+        return ()
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not axes or not all(isinstance(axis, str) and axis for axis in axes) or len(set(axes)) < len(axes):
+        raise ValueError(f"{argument}={axis_name!r} is not a mesh axis name, a tuple of different ones, or None.")
     return axes
 
 
@@ -42,8 +44,8 @@ def bind(axes: tuple[str, ...]) -> Workers:
     size = bound_size(axes)
     if size is None:
         raise ValueError(
-            f"axis_name={axes} is not bound here: call update inside jax.shard_map, jax.pmap or jax.vmap over that axis, "
-            "or build the transformation with axis_name=None for a single worker."
+            f"axis_name={axes} is not bound here: call this inside jax.shard_map, jax.pmap or jax.vmap over that axis, "
+            "or give axis_name=None for a single worker."
         )
     return Workers(axes, size, lax.axis_index(axes).astype(jnp.int32) if axes else jnp.int32(0))
 

@@ -39,7 +39,18 @@ def make_density(density: Any, max_density: float | None) -> Density:
         schedule, most, name = None, density, "density"
     if isinstance(most, bool) or not isinstance(most, Real) or not 0 < most <= 1:
         raise ValueError(f"{name}={most!r} is not in (0, 1]: it is the share of the elements to send, such as 0.001.")
+    if schedule is not None:
+        _check_first(density, schedule, float(most))
     return Density(schedule, float(most))
+
+
+def _check_first(density: Any, schedule: Callable[[jax.Array], Any], most: float) -> None:
+    """The schedule's first value says most of what can be wrong with it; later ones are known to the devices only."""
+    first = schedule(jnp.int32(0))
+    if jnp.shape(first) != ():
+        raise ValueError(f"density={density!r} gives shape {jnp.shape(first)} for step 0, not a scalar.")
+    if not isinstance(first, jax.core.Tracer) and not 0 <= first <= most:
+        raise ValueError(f"density={density!r} gives {first} for step 0, which is not in [0, max_density={most}]: raise max_density.")
 
 
 def _most_k(density: float, size: int) -> int:
@@ -50,7 +61,8 @@ def target(density: Density, step: jax.Array, size: int) -> jax.Array:
     """float []: k = int(d N), at least 1, so that even a tiny model is sent in time."""
     if density.schedule is None:
         return jnp.asarray(_most_k(density.most, size), jnp.result_type(float))
-    asked = jnp.clip(jnp.asarray(density.schedule(step), jnp.result_type(float)), 0, density.most)
+    asked = jnp.asarray(density.schedule(step), jnp.result_type(float))
+    asked = jnp.where(asked <= density.most, jnp.maximum(asked, 0), density.most)  # a NaN, too, is sent at the highest density
     return jnp.maximum(jnp.floor(asked * size), 1)
 
 

@@ -67,7 +67,7 @@ def exdyna(
         constant 1 is the dense mean.
       axis_name: mesh axis of the workers, a tuple of axes, or None for a single worker without collectives.
       max_density: the highest density that the schedule reaches; buffers are laid out for it, in four sizes, each a quarter of the one
-        before, of which a step takes the smallest that fits.
+        before, of which a step takes the smallest that fits. Where the schedule exceeds it, or is NaN, it holds.
       threshold_rule: "proportional" starts from a quantile of the accumulators and corrects log(threshold) by the error of log(count);
         "paper" is the published rule, which starts from :math:`1 / (2 \sqrt k)` and moves by half a percent.
       balance: "proportional" cuts partitions of equal weight by a running average of what was selected per block; "paper" is the published

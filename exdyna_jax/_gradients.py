@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from exdyna_jax._collectives import AxisName, axis_tuple, to_varying
+from exdyna_jax._collectives import AxisName, axis_tuple, bind, to_varying
 
 
 def local_value_and_grad(
@@ -26,7 +26,8 @@ def local_value_and_grad(
       argnums, has_aux, kwargs: as for `jax.value_and_grad`.
 
     Returns:
-      A function of the same arguments as `fun`, which returns `(value, gradient)`, both this worker's own.
+      A function of the same arguments as `fun`, which returns `(value, gradient)`, both this worker's own. It raises a ValueError where
+      the axis is not bound.
 
     Example:
       Two workers with inputs 1 and 10, whose gradients stay apart:
@@ -44,6 +45,7 @@ def local_value_and_grad(
     value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, **kwargs)
 
     def local(*args: Any, **kwargs: Any) -> Any:
+        bind(axes)  # an axis that isn't there would leave the gradient summed, without a word
         mine = [to_varying(arg, axes) if i in {p % len(args) for p in positions} else arg for i, arg in enumerate(args)]
         return value_and_grad(*mine, **kwargs)
 

@@ -106,6 +106,8 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         updates: optax.Updates, state: SparsifyState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, SparsifyState]:
         del params, extra_args
+        if not isinstance(state, SparsifyState):
+            raise ValueError(f"The state is a {type(state).__name__}, not a SparsifyState: hand in what init returned, or the last update.")
         workers = bind(axes)
         check_update(updates, state.residual, workers, fast, options.num_workers)
         if options.every_k == 1:

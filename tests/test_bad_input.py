@@ -31,11 +31,17 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"density": RISING}, r"density=.* is a schedule.*highest density it reaches with max_density="),
     ({"density": RISING, "max_density": 2}, r"max_density=2 is not in \(0, 1\]"),
     ({"density": RISING, "max_density": 0}, r"max_density=0 is not in \(0, 1\]"),
+    ({"density": RISING, "max_density": 0.05}, r"density=.* gives 0\.1.* for step 0, which is not in \[0, max_density=0\.05\]"),
+    ({"density": lambda step: math.nan, "max_density": 0.05}, r"density=.* gives nan for step 0"),
+    ({"density": lambda step: jnp.zeros(2), "max_density": 0.05}, r"density=.* gives shape \(2,\) for step 0, not a scalar"),
     ({"density": jnp.float32(0.1)}, r"density is an array.*max_density=.*static_args"),
     ({"max_density": 0.5}, r"max_density=0\.5 only goes with a density schedule; density=0\.1 is constant: leave it out"),
-    ({"axis_name": 3}, r"axis_name=3 is not a mesh axis name, a tuple of them, or None"),
+    ({"axis_name": 3}, r"axis_name=3 is not a mesh axis name, a tuple of different ones, or None"),
     ({"axis_name": ("data", 3)}, r"axis_name=\('data', 3\) is not a mesh axis name"),
     ({"axis_name": ["data"]}, r"axis_name=\['data'\] is not a mesh axis name"),
+    ({"axis_name": ()}, r"axis_name=\(\) is not a mesh axis name, a tuple of different ones, or None"),
+    ({"axis_name": ""}, r"axis_name='' is not a mesh axis name"),
+    ({"axis_name": ("data", "data")}, r"axis_name=\('data', 'data'\) is not .*a tuple of different ones"),
     ({"dense_axis": 3}, r"dense_axis=3 is not a mesh axis name"),
     ({"dense_axis": "data"}, r"dense_axis=\('data',\) and axis_name=\('data',\) share an axis"),
     ({"threshold_rule": "papre"}, r"threshold_rule='papre' is not one of .*'paper'.*'proportional'"),
@@ -51,6 +57,8 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"num_workers": 2.0}, r"num_workers=2\.0 is not a positive int"),
     ({"num_workers": 4, "axis_name": None}, r"num_workers=4 with axis_name=None.*name the mesh axis"),
     ({"min_size": -1}, r"min_size=-1 is not a number of elements"),
+    ({"min_size": 1.5}, r"min_size=1\.5 is not a number of elements"),
+    ({"min_size": True}, r"min_size=True is not a number of elements"),
     ({"min_size": None}, r"min_size=None is not a number of elements"),
     ({"every_k": 0}, r"every_k=0 is not a positive int.*1 is every step"),
     ({"every_k": 2.5}, r"every_k=2\.5 is not a positive int"),
@@ -59,11 +67,12 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"momentum": "0.9"}, r"momentum='0\.9' is not in \[0, 1\)"),
     ({"residual_dtype": jnp.bfloat16}, r"residual_dtype=bfloat16 would lose small gradients.*use float32 or float64"),
     ({"residual_dtype": "float16"}, r"residual_dtype=float16 would lose small gradients"),
+    ({"residual_dtype": "foo"}, r"residual_dtype='foo' is not a dtype: use float32 or float64"),
     ({"residual_dtype": jnp.int32}, r"residual_dtype=int32 .*use float32 or float64"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), AT_CONSTRUCTION, ids=[str(options)[:60] for options, _ in AT_CONSTRUCTION])
+@pytest.mark.parametrize(("options", "message"), AT_CONSTRUCTION, ids=[message[:60] for _, message in AT_CONSTRUCTION])
 def test_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         exdyna_jax.exdyna(**({"density": 0.1, "axis_name": AXIS} | options))
@@ -86,6 +95,16 @@ def test_number_of_workers_that_contradicts_the_mesh(check_vma: bool) -> None:
 
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(jax.shard_map(update, mesh=mesh(2), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma), W)
+
+
+def test_state_of_something_else() -> None:
+    with pytest.raises(ValueError, match=r"The state is a EmptyState, not a SparsifyState: hand in what init returned"):
+        exdyna_jax.exdyna(0.1, None).update(W, optax.EmptyState())
+
+
+def test_local_gradient_along_an_unbound_axis() -> None:
+    with pytest.raises(ValueError, match=r"axis_name=\('data',\) is not bound here: call this inside jax\.shard_map"):
+        exdyna_jax.local_value_and_grad(jnp.sum, AXIS)(jnp.zeros(3))
 
 
 def test_unbound_dense_axis() -> None:

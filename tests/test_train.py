@@ -93,6 +93,7 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (["--momentum=1"], "momentum=1.0 is not in [0, 1)"),
         (["--json=nowhere/run.json"], "can't write 'nowhere/run.json': No such file or directory"),
         (["--plot=run.txt"], "'run.txt' does not end in the name of a picture format"),
+        (["--save-every=5"], "--save-every only goes with --checkpoint DIR"),
         (["--checkpoint=here", "--save-every=0"], "save_every=0 is not a positive number"),
         ([f"--checkpoint={__file__}"], "test_train.py' is not a directory"),
         (["--workerz=3"], "unrecognized arguments: --workerz=3"),

@@ -28,14 +28,23 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
     momentum = options.momentum
     if momentum is not None and (not isinstance(momentum, (int, float)) or not 0 <= momentum < 1):
         raise ValueError(f"momentum={momentum!r} is not in [0, 1): momentum correction decays by it; None turns it off.")
+    wire = options.wire_dtype
+    if wire is not None and _dtype("wire_dtype", wire) not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"wire_dtype={jnp.dtype(wire).name}: values travel as float32 (None), bfloat16 or float16.")
     check_choice("nonfinite", options.nonfinite, ("skip", "propagate"))
     dtype = options.residual_dtype
-    try:
-        name = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError as error:
-        raise ValueError(f"residual_dtype={dtype!r} is not a dtype: use float32 or float64, or leave it out.") from error
-    if name is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32):
+    if dtype is None:
+        return
+    name = _dtype("residual_dtype", dtype)
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32):
         raise ValueError(f"residual_dtype={name} would lose small gradients that are added to it one by one: use float32 or float64.")
+
+
+def _dtype(argument: str, dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError as error:
+        raise ValueError(f"{argument}={dtype!r} is not a dtype such as float32; leave it out for the default.") from error
 
 
 def _is_int(x: Any) -> bool:

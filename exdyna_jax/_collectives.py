@@ -105,6 +105,21 @@ def all_gather(x: jax.Array, workers: Workers) -> jax.Array:
     return x.reshape(workers.size, *x.shape[len(workers.axes) :])
 
 
+def all_to_all(x: jax.Array, workers: Workers) -> jax.Array:
+    """Row r of `[n, m]` goes to worker r; row i of what comes back is from worker i, different on each.
+
+    Two workers holding `[[1] [2]]` and `[[3] [4]]` end up with `[[1] [3]]` and `[[2] [4]]`.
+    """
+    if not workers.axes:
+        return x
+    if _tracked(workers.axes):
+        return lax.all_to_all(to_varying(x, workers.axes), workers.axes, 0, 0, tiled=True)
+    x = x.reshape(*(lax.axis_size(axis) for axis in workers.axes), *x.shape[1:])
+    for dimension, axis in enumerate(workers.axes):  # one axis at a time: a nested vmap knows no exchange over a tuple
+        x = lax.all_to_all(x, axis, dimension, dimension, tiled=True)
+    return x.reshape(workers.size, *x.shape[len(workers.axes) :])
+
+
 def psum(x: Any, workers: Workers) -> Any:
     """Sum over the workers, replicated. `[1 2]`, `[3 4]`, `[5 6]` all end up as `[9 12]`."""
     return lax.psum(to_varying(x, workers.axes), workers.axes) if workers.axes else x

@@ -1,6 +1,7 @@
 """What travels: one all-gather of sorted, padded indices with their counts, then one all-reduce of the values at all gathered indices.
 
 Both buffers have a fixed size. Padding carries the index `span`, which lies outside the index space and is dropped wherever it is used.
+Values of reduced precision are summed in full precision by the worker that owns their slots, and what rounding takes away is handed back.
 """
 
 import math
@@ -10,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from exdyna_jax._collectives import Workers, all_gather, psum
-from exdyna_jax._layout import Accumulator, Layout, add
+from exdyna_jax._collectives import Workers, all_gather, all_to_all, psum
+from exdyna_jax._layout import Accumulator, Layout, add, fitted
+from exdyna_jax._wire import index_words, pack_halves, pack_indices, unpack_halves, unpack_indices
 
 _NOTES = 3  # words behind the indices: count, threshold, checksum
 
@@ -36,17 +38,25 @@ class Sums(NamedTuple):
     """Sums over the workers, replicated."""
 
     values: jax.Array  # of the values handed in
+    unsent: jax.Array  # [K], what rounding kept back of this worker's values; per worker
     scalars: tuple[jax.Array, ...]
     dense: tuple[jax.Array, ...]  # of each dense leaf's accumulator
     finite: jax.Array  # bool [], no worker saw a NaN or an infinity
 
 
-def gather(indices: jax.Array, count: jax.Array, threshold: jax.Array, local: Local, workers: Workers) -> Message:
-    """All-gathers int32 [capacity] indices, the count, the threshold and the checksum in one buffer of `capacity + 3` words a worker."""
-    notes = jnp.stack([count, _bits(threshold), _bits(local.checksum)])
-    rows = all_gather(jnp.concatenate([indices, notes]), workers)
+def gather(indices: jax.Array, count: jax.Array, threshold: jax.Array, local: Local, span: int, workers: Workers) -> Message:
+    """All-gathers int32 [capacity] indices, the count, the threshold and the checksum in one buffer of uint32 words."""
+    notes = jnp.stack([lax.bitcast_convert_type(count, jnp.uint32), _bits(threshold), _bits(local.checksum)])
+    rows = all_gather(jnp.concatenate([pack_indices(indices, span), notes]), workers)
     thresholds = lax.bitcast_convert_type(rows[:, -2], jnp.float32)
-    return Message(rows[:, :-_NOTES], rows[:, -_NOTES], thresholds, _identical(rows[:, -1]))
+    counts = lax.bitcast_convert_type(rows[:, -_NOTES], jnp.int32)
+    unpacked = jax.vmap(lambda row: unpack_indices(row, indices.size))(rows[:, :-_NOTES])
+    return Message(unpacked, counts, thresholds, _identical(rows[:, -1]))
+
+
+def compare(local: Local, workers: Workers) -> jax.Array:
+    """bool []: whether all workers hold the same gradient, where there is no message that could say so."""
+    return _identical(all_gather(_bits(local.checksum), workers))
 
 
 def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +74,7 @@ def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
 def _identical(checksums: jax.Array) -> jax.Array:
@@ -80,20 +90,48 @@ def reduce(values: jax.Array, scalars: tuple[jax.Array, ...], accumulator: Accum
     """
     extra = jnp.stack([x.astype(values.dtype) for x in (*scalars, local.finite)])
     dense = tuple(add(accumulator.momentum, *terms) for terms in accumulator.dense)
-    total, dense = psum((jnp.concatenate([values.reshape(-1), extra]), dense), workers)
-    extra = total[values.size :]
-    return Sums(total[: values.size].reshape(values.shape), tuple(extra[:-1]), dense, extra[-1] == workers.size)
+    if accumulator.layout.wire is None:
+        total, dense = psum((jnp.concatenate([values, extra]), dense), workers)
+        total, extra = total[: values.size], total[values.size :]
+        unsent = jnp.zeros_like(values)
+    else:
+        total, extra, unsent = _reduce_rounded(values, extra, accumulator.layout.wire, workers)
+        dense = psum(dense, workers)
+    return Sums(total, unsent, tuple(extra[:-1]), dense, extra[-1] == workers.size)
 
 
-def gather_bytes(capacity: int, n: int) -> float:
+def _reduce_rounded(values: jax.Array, extra: jax.Array, wire: Any, workers: Workers) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sums of values and of what is extra, and what rounding kept back. Each worker owns, and sums, an equal share of the slots."""
+    n, share = workers.size, -(-values.size // workers.size)
+    mine = jnp.pad(values, (0, n * share - values.size)).reshape(n, share)
+    rounded = fitted(mine, wire)
+    shares = all_to_all(jax.vmap(pack_halves)(rounded), workers)
+    total = jnp.sum(jax.vmap(lambda row: unpack_halves(row, share, wire))(shares).astype(values.dtype), axis=0)
+    result = fitted(total, wire)
+    rows = all_gather(jnp.concatenate([pack_halves(result), _bits(extra)]), workers)
+    results = jax.vmap(lambda row: unpack_halves(row, share, wire))(rows[:, : -extra.size])
+    extras = lax.bitcast_convert_type(rows[:, -extra.size :], jnp.float32).astype(values.dtype)
+    rest = (mine - rounded.astype(values.dtype)).at[workers.rank].add(total - result.astype(values.dtype))
+    return results.reshape(-1)[: values.size].astype(values.dtype), jnp.sum(extras, axis=0), rest.reshape(-1)[: values.size]
+
+
+def gather_bytes(capacity: int, span: int, n: int) -> float:
     """Bytes one worker sends for `gather` by a ring: its own buffer, then the n - 2 that it passes on."""
-    return (n - 1) * (capacity + _NOTES) * 4
+    return (n - 1) * (index_words(capacity, span) + _NOTES) * 4
+
+
+def compare_bytes(n: int) -> float:
+    """Bytes one worker sends for `compare` by a ring."""
+    return (n - 1) * 4
 
 
 def reduce_bytes(values: int, scalars: int, layout: Layout, n: int) -> float:
-    """Bytes one worker sends for `reduce` by a ring: 2 (n - 1) / n of the buffer."""
-    buffer: Any = (values + scalars + 1) * jnp.dtype(layout.dtype).itemsize
-    return 2 * (n - 1) / n * (buffer + sum(leaf.size * jnp.dtype(leaf.residual_dtype).itemsize for leaf in layout.dense))
+    """Bytes one worker sends for `reduce`: 2 (n - 1) / n of the buffer by a ring; rounded, a share to each other, and then the sums."""
+    if layout.wire is None:
+        buffer: Any = 2 / n * (values + scalars + 1) * jnp.dtype(layout.dtype).itemsize
+    else:
+        buffer = (2 * -(-values // n // 2) + scalars + 1) * 4
+    return (n - 1) * (buffer + 2 / n * sum(leaf.size * jnp.dtype(leaf.residual_dtype).itemsize for leaf in layout.dense))
 
 
 def dense_bytes(layout: Layout, n: int) -> float:

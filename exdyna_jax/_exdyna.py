@@ -41,6 +41,7 @@ def exdyna(
     min_size: int = 0,
     every_k: int = 1,
     momentum: float | None = None,
+    wire_dtype: Any = None,
     residual_dtype: Any = None,
     nonfinite: str = "skip",
 ) -> optax.GradientTransformationExtraArgs:
@@ -82,6 +83,8 @@ def exdyna(
       every_k: exchange in every k-th step only; in between, gradients add up in the residual, and updates are zero.
       momentum: m of momentum correction, :math:`v \leftarrow m v + g, a = v + e`, with v and e zeroed at the sent indices. None leaves
         momentum to the chain, as published.
+      wire_dtype: of the values on the network, None for float32, or bfloat16. Each worker then sums a share of the slots in float32 and
+        sends the rounded sums to all; what either rounding takes away stays in a residual.
       residual_dtype: of the residual, at least float32; None for each leaf's own dtype, but at least float32.
       nonfinite: "skip" lets all workers skip a step together in which a gradient of one of them is not finite: the update is zero and the
         state stays as it was, but for `metrics`. "propagate" saves the check, which reads the gradient once more.
@@ -124,6 +127,7 @@ def exdyna(
         min_size=math.inf if everything else min_size,
         every_k=every_k,
         momentum=momentum,
+        wire_dtype=wire_dtype,
         residual_dtype=residual_dtype,
         nonfinite=nonfinite,
     )
@@ -154,7 +158,7 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
         def ship(capacity: int) -> Shipped:
             """Sends what is marked in buffers of `capacity` slots; the results are as large as for the largest buffers."""
             indices, marked = compact(words, capacity, layout.span, count)
-            message = gather(indices, marked, own_threshold, local, workers)
+            message = gather(indices, marked, own_threshold, local, layout.span, workers)
             sent = jnp.minimum(message.counts, capacity)
             indices, owner = join(by_partition(message.indices, count), by_partition(sent, count), layout.span)
             values = take(accumulator, indices)
@@ -164,9 +168,9 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
             return Shipped(
                 _widen(indices, n * capacities[0], layout.span),
                 message._replace(indices=jnp.zeros(0, jnp.int32)),
-                sums._replace(values=_widen(sums.values, n * capacities[0], 0)),
+                sums._replace(values=_widen(sums.values, n * capacities[0], 0), unsent=_widen(sums.unsent, n * capacities[0], 0)),
                 sent,
-                jnp.float32(gather_bytes(capacity, n) + reduce_bytes(values.size, 1, layout, n)),
+                jnp.float32(gather_bytes(capacity, layout.span, n) + reduce_bytes(values.size, 1, layout, n)),
             )
 
         branches = [partial(ship, capacity) for capacity in capacities]
@@ -181,7 +185,7 @@ def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | No
         return Exchange(
             indices=indices,
             mean=sums.values / n,
-            unsent=jnp.zeros_like(sums.values),
+            unsent=sums.unsent,
             dense=sums.dense,
             finite=sums.finite,
             control=ExdynaControl(state, topology),

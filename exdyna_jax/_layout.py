@@ -38,7 +38,8 @@ class Layout(NamedTuple):
     dense: tuple[Leaf, ...]  # averaged whole
     size: int  # N, elements of the sparse leaves
     span: int  # positions, a multiple of WORD; also the padding index
-    dtype: Any  # of the values that travel
+    dtype: Any  # of the values that are exchanged
+    wire: Any  # narrower dtype in which they travel, or None
 
 
 class Accumulator(NamedTuple):
@@ -60,7 +61,15 @@ def widest(*dtypes: Any) -> Any:
     return max(map(jnp.dtype, dtypes), key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def make_layout(tree: Any, residual_dtype: Any, min_size: float) -> Layout:
+def fitted(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in a dtype that may be narrower: rounded, and held at the largest number it has, so that what doesn't fit is a finite rest."""
+    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x.astype(dtype)
+    most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def make_layout(tree: Any, residual_dtype: Any, min_size: float, wire_dtype: Any) -> Layout:
     """The index space of a pytree of arrays or of shapes; raises a ValueError where it outgrows int32."""
     sparse: list[Leaf] = []
     dense: list[Leaf] = []
@@ -82,7 +91,8 @@ def make_layout(tree: Any, residual_dtype: Any, min_size: float) -> Layout:
             "mesh axis (the sparsifier works shard by shard), or give parts of the tree a transformation each with optax.partition."
         )
     dtype = widest(jnp.float32, *(leaf.residual_dtype for leaf in sparse))
-    return Layout(tuple(sparse), tuple(dense), sum(leaf.size for leaf in sparse), span, dtype)
+    narrow = wire_dtype is not None and jnp.finfo(wire_dtype).bits < jnp.finfo(dtype).bits
+    return Layout(tuple(sparse), tuple(dense), sum(leaf.size for leaf in sparse), span, dtype, wire_dtype if narrow else None)
 
 
 def add(momentum: float | None, g: jax.Array, e: jax.Array, u: jax.Array | None = None) -> jax.Array:

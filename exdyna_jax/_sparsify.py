@@ -15,8 +15,8 @@ from jax import lax
 
 from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
-from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step, takes_part
+from exdyna_jax._exchange import Local, compare, compare_bytes, dense_bytes, reduce, reduce_bytes
+from exdyna_jax._layout import Accumulator, Layout, Leaf, add, fitted, make_layout, probe, put, step, takes_part
 from exdyna_jax._metrics import Metrics
 
 
@@ -67,6 +67,7 @@ class Options(NamedTuple):
     min_size: float = 0
     every_k: int = 1
     momentum: float | None = None
+    wire_dtype: Any = None
     residual_dtype: Any = None
     nonfinite: str = "skip"
 
@@ -81,7 +82,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
     check_options(options, axes, fast)
 
     def layout_of(tree: Any) -> Layout:
-        return make_layout(tree, options.residual_dtype, options.min_size)
+        return make_layout(tree, options.residual_dtype, options.min_size, options.wire_dtype)
 
     def init(params: optax.Params) -> SparsifyState:
         n, rows = workers_at_init(axes, options.num_workers)
@@ -130,7 +131,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         rows, values = [], []
         for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
             grown, moved = _grow(options.momentum, leaf, terms, done.finite)
-            mean = _fitted(done.mean, leaf.dtype)
+            mean = fitted(done.mean, leaf.dtype)
             rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
             rows.append((jnp.zeros((1, *leaf.shape), leaf.dtype), grown, *moved))
             values.append((mean, rest, *(jnp.zeros_like(rest) for _ in moved)))
@@ -142,7 +143,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
                 velocities[leaf.position] = u
         for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
             whole = jnp.where(done.finite, total / workers.size, 0)
-            mean = _fitted(whole, leaf.dtype)
+            mean = fitted(whole, leaf.dtype)
             means[leaf.position] = mean.reshape(1, *leaf.shape)
             residuals[leaf.position] = jnp.where(done.finite, whole - mean.astype(whole.dtype), terms[1])
             for u in terms[2:]:
@@ -227,20 +228,12 @@ def _all_finite(*sums: jax.Array) -> jax.Array:
     return jnp.stack([jnp.isfinite(jnp.sum(x * jnp.asarray(2.0**-30, x.dtype))) for x in sums]).all()
 
 
-def _fitted(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in a dtype that may be narrower: rounded, and held at the largest number it has, so that what doesn't fit is a finite rest."""
-    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
-        return x.astype(dtype)
-    most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
-    return jnp.clip(x, -most, most).astype(dtype)
-
-
 def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, local: Local, workers: Workers) -> Exchange:
     """Where every leaf is dense there is nothing to select: the mean of the accumulators."""
     del count
     layout, n = accumulator.layout, workers.size
     nothing = jnp.zeros(0, layout.dtype)
-    message = gather(jnp.zeros(0, jnp.int32), jnp.int32(0), jnp.float32(0), local, workers)
+    identical = compare(local, workers)
     sums = reduce(nothing, (), accumulator, local, workers)
     each, more = divmod(_counted(layout), n)
     share = each + (jnp.arange(n) < more).astype(jnp.int32)
@@ -255,8 +248,8 @@ def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, lo
         sent=share,
         threshold=None,
         blocks=None,
-        identical=message.identical,
-        bytes_sent=jnp.float32(gather_bytes(0, n) + reduce_bytes(0, 0, layout, n)),
+        identical=identical,
+        bytes_sent=jnp.float32(compare_bytes(n) + reduce_bytes(0, 0, layout, n)),
     )
 
 

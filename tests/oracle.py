@@ -29,6 +29,7 @@ class Options(NamedTuple):
     min_size: float = 0
     every_k: int = 1
     momentum: float | None = None
+    wire_dtype: Any = np.float32
 
 
 class Piece(NamedTuple):
@@ -115,14 +116,20 @@ def step(before: Any, gradients: Any, options: Options) -> tuple[Any, Any]:
             a[:, p.offset : p.offset + p.size] = residual[p.number].reshape(n, -1)
             real[p.offset : p.offset + p.size] = True
 
-    sent, control, told = _exchange(a, real, before, options)
+    sent, slots, control, told = _exchange(a, real, before, options)
 
     for p in pieces:
         rows = residual[p.number].reshape(n, -1)
         at = np.arange(p.size) if p.offset is None else np.array([i - p.offset for i in sent if p.offset <= i < p.offset + p.size], int)
-        mean = (rows[:, at].astype(np.float64).sum(axis=0) / n).astype(np.float32)
+        wire = np.float32 if p.offset is None else options.wire_dtype
+        travels = rows[:, at].astype(wire)
+        total = travels.astype(np.float64).sum(axis=0).astype(np.float32)
+        mean = (total.astype(wire).astype(np.float64) / n).astype(np.float32)
         update[p.number].reshape(-1)[at] = mean
-        rows[:, at] = mean - mean.astype(p.dtype).astype(np.float32)  # what a low-precision update can't hold
+        rows[:, at] -= travels.astype(np.float32)
+        for column, i in enumerate(at if p.offset is not None else []):  # the worker that owns a slot keeps what its sum is rounded by
+            rows[sent.index(i + p.offset) // slots, i] += total[column] - total[column].astype(wire).astype(np.float32)
+        rows[:, at] += mean - mean.astype(p.dtype).astype(np.float32)  # what a low-precision update can't hold
         residual[p.number] = rows.reshape(residual[p.number].shape)
         if options.momentum is not None:
             velocity[p.number].reshape(n, -1)[:, at] = 0
@@ -149,8 +156,8 @@ def _nothing_sent(last: Any, n: int) -> Any:
     )  # fmt: skip
 
 
-def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) -> tuple[list[int], Any, Any]:
-    """Positions sent, control of the next step, metrics of this one. `real` tells elements from what fills up the last words."""
+def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) -> tuple[list[int], int, Any, Any]:
+    """Positions sent, slots of a worker, next control, metrics of this step. `real` tells elements from what fills up the last words."""
     n, span = a.shape
     size, t = int(real.sum()), int(before.exchanges)
     rule, topology = before.control
@@ -205,7 +212,7 @@ def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) ->
         selected_per_worker=counts, threshold=min(own_threshold), blocks=blocks, imbalance=max(counts) * n / max(sum(counts), 1),
         skipped_in_a_row=np.int32(0), bytes_sent=None, gradients_identical=None,
     )  # fmt: skip
-    return everything, before.control._replace(rule=next_rule, topology=next_topology), told
+    return everything, slots, before.control._replace(rule=next_rule, topology=next_topology), told
 
 
 def target(options: Options, t: int, size: int, n: int, span: int) -> tuple[int, int]:

@@ -45,6 +45,7 @@ SETUPS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "low precision": ("mixed", 4, {"density": 0.05}),
     "momentum": ("mixed", 4, {"density": 0.05, "momentum": 0.5}),
     "small leaves dense": ("mixed", 2, {"density": 0.05, "min_size": 65, "momentum": 0.5}),
+    "bfloat16 on the wire": ("odd", 3, {"density": 0.05, "wire_dtype": "bfloat16"}),
     "every third": ("odd", 2, {"density": 0.05, "every_k": 3}),
     "schedule": ("odd", 4, {"density": FALLING, "max_density": 0.3}),
 }

@@ -67,7 +67,7 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"momentum": "0.9"}, r"momentum='0\.9' is not in \[0, 1\)"),
     ({"residual_dtype": jnp.bfloat16}, r"residual_dtype=bfloat16 would lose small gradients.*use float32 or float64"),
     ({"residual_dtype": "float16"}, r"residual_dtype=float16 would lose small gradients"),
-    ({"residual_dtype": "foo"}, r"residual_dtype='foo' is not a dtype: use float32 or float64"),
+    ({"residual_dtype": "foo"}, r"residual_dtype='foo' is not a dtype such as float32"),
     ({"residual_dtype": jnp.int32}, r"residual_dtype=int32 .*use float32 or float64"),
 ]
 

@@ -77,5 +77,5 @@ def load() -> Task:
         loss=loss,
         score=score,
         steps=600,
-        learning_rates={"sgd": 0.1, "adamw": 0.003},
+        learning_rates={"sgd": 0.1, "adamw": 0.01},
     )

@@ -3,6 +3,7 @@
 from exdyna_jax._dense import dense as dense
 from exdyna_jax._exdyna import exdyna as exdyna
 from exdyna_jax._gradients import local_value_and_grad as local_value_and_grad
+from exdyna_jax._micro import micro as micro
 from exdyna_jax._replicas import assert_replicas_equal as assert_replicas_equal
 from exdyna_jax._state import metrics as metrics
 from exdyna_jax._state import reshard as reshard

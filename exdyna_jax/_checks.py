@@ -39,10 +39,12 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def check_blocks(num_blocks: Any, capacity_factor: Any) -> None:
-    """Options of the sparsifiers that select in partitions, at construction."""
+def check_blocks(num_blocks: Any) -> None:
     if num_blocks is not None and (not _is_int(num_blocks) or num_blocks < 1):
         raise ValueError(f"num_blocks={num_blocks!r} is not a positive int: leave it out, or say into how many blocks to cut the gradient.")
+
+
+def check_capacity(capacity_factor: Any) -> None:
     if not isinstance(capacity_factor, (int, float)) or not capacity_factor >= 1:
         raise ValueError(f"capacity_factor={capacity_factor!r} is below 1: a worker could then not even send its share. Try 1.5.")
 

@@ -44,7 +44,8 @@ class Exchange(NamedTuple):
     finite: jax.Array  # bool [], no worker had a NaN or an infinity; replicated
     control: Any  # for the next step; replicated
     selected: jax.Array  # int32 [n], marked by each worker; replicated
-    sent: jax.Array  # int32 [n], of these, exchanged; replicated
+    sent: jax.Array  # int32 [], exchanged, each index once; replicated
+    overflow: jax.Array  # int32 [], marked by some worker, but without a slot; replicated
     threshold: jax.Array | None  # as used
     blocks: jax.Array | None  # as used
     identical: jax.Array  # bool [], all workers' gradients were the same; replicated
@@ -57,6 +58,7 @@ class Method(NamedTuple):
     # (layout, n) -> control, and the first step's threshold and blocks for the metrics
     init: Callable[[Layout, int], tuple[Any, jax.Array | None, jax.Array | None]]
     exchange: Callable[[Accumulator, Any, jax.Array, Local, Workers], Exchange]  # (.., control, count, ..)
+    keep: float = 1.0  # of what a step adds to the accumulator, and does not send, this share joins the residual
 
 
 class Options(NamedTuple):
@@ -127,7 +129,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
 
         rows, values = [], []
         for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
-            grown, moved = _grow(options.momentum, leaf, terms, done.finite)
+            grown, moved = _grow(options.momentum, leaf, terms, done.finite, method.keep)
             mean = _fitted(done.mean, leaf.dtype)
             rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
             rows.append((jnp.zeros((1, *leaf.shape), leaf.dtype), grown, *moved))
@@ -211,12 +213,15 @@ def _nothing(leaf: Any) -> Any:
     return np.zeros(leaf.shape, leaf.dtype) if leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _grow(
+    momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array, keep: float = 1.0
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Residual, and velocity where there is one, in the state's shape, after this step's gradient; as they were in a skipped step."""
     terms = tuple(x.reshape(1, *leaf.shape) for x in terms)
     _, e, *velocity = terms
-    grown = jnp.where(finite, add(momentum, *terms), e)
-    moved = (jnp.where(finite, step(momentum, *terms), u) for u in velocity)
+    fresh = step(momentum, *terms)
+    grown = jnp.where(finite, jnp.asarray(keep, e.dtype) * fresh + e, e)
+    moved = (jnp.where(finite, fresh, u) for u in velocity)
     return grown, tuple(moved)
 
 
@@ -250,7 +255,8 @@ def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, lo
         finite=sums.finite,
         control=control,
         selected=share,
-        sent=share,
+        sent=jnp.int32(_counted(layout)),
+        overflow=jnp.int32(0),
         threshold=None,
         blocks=None,
         identical=message.identical,
@@ -264,18 +270,18 @@ def _counted(layout: Layout) -> int:
 
 
 def _metrics(done: Exchange, last: Metrics, layout: Layout, n: int) -> Metrics:
-    selected = jnp.where(done.finite, done.selected, 0)
-    total = jnp.sum(selected, dtype=jnp.int32)
-    sent = jnp.sum(jnp.where(done.finite, done.sent, 0), dtype=jnp.int32)
+    per_worker, sent, overflow = (jnp.where(done.finite, x, 0) for x in (done.selected, done.sent, done.overflow))
+    total = sent + overflow
+    work = per_worker.astype(jnp.float32)
     return Metrics(
         selected=total,
         density=total.astype(jnp.float32) / max(_counted(layout), 1),
         sent=sent,
-        selected_per_worker=selected,
+        selected_per_worker=per_worker,
         threshold=last.threshold if done.threshold is None else done.threshold,
         blocks=last.blocks if done.blocks is None else done.blocks,
-        imbalance=jnp.max(selected).astype(jnp.float32) * n / jnp.maximum(total, 1).astype(jnp.float32),
-        overflow=total - sent,
+        imbalance=jnp.max(work) * n / jnp.maximum(jnp.sum(work), 1),
+        overflow=overflow,
         gradients_identical=done.identical,
         bytes_sent=done.bytes_sent,
         bytes_dense=jnp.float32(dense_bytes(layout, n)),

@@ -1,5 +1,6 @@
 """What can be wrong with what a user hands in, and what to do about it. Every message carries the value it complains about."""
 
+import math
 from typing import Any
 
 import jax
@@ -47,6 +48,18 @@ def check_blocks(num_blocks: Any) -> None:
 def check_capacity(capacity_factor: Any) -> None:
     if not isinstance(capacity_factor, (int, float)) or not capacity_factor >= 1:
         raise ValueError(f"capacity_factor={capacity_factor!r} is below 1: a worker could then not even send its share. Try 1.5.")
+
+
+def check_threshold(threshold: Any) -> None:
+    if threshold is not None and (not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf):
+        raise ValueError(f"threshold={threshold!r} is not a positive number: zeros would be sent too. Leave it out for 1 / (2 sqrt(k)).")
+
+
+def check_beta(beta: Any, every_k: Any) -> None:
+    if not isinstance(beta, (int, float)) or not 0 < beta <= 1:
+        raise ValueError(f"beta={beta!r} is not in (0, 1]: it is the share of what is not sent that the residual takes up; 1 takes up all.")
+    if beta < 1 and every_k != 1:
+        raise ValueError(f"beta={beta} with every_k={every_k}: a low-pass memory can't accumulate whole gradients. Give beta=1 or every_k=1.")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

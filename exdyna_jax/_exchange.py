@@ -49,6 +49,30 @@ def gather(indices: jax.Array, count: jax.Array, threshold: jax.Array, local: Lo
     return Message(rows[:, :-_NOTES], rows[:, -_NOTES], thresholds, _identical(rows[:, -1]))
 
 
+class Announcement(NamedTuple):
+    """What one worker told all others, replicated."""
+
+    indices: jax.Array  # int32 [capacity], the leader's
+    counts: jax.Array  # int32 [n], marked by each worker
+    identical: jax.Array  # bool [], as in a message
+
+
+def announce(indices: jax.Array, count: jax.Array, leader: jax.Array, local: Local, workers: Workers) -> Announcement:
+    """Broadcasts the leader's int32 [capacity] indices, and all-gathers counts and checksums, in one all-reduce of integers."""
+    n = workers.size
+    notes = jnp.stack([count, _bits(local.checksum)])
+    table = jnp.where(jnp.arange(n)[:, None] == workers.rank, notes[None], 0)  # every worker fills in its own row
+    led = jnp.where(workers.rank == leader, indices, 0)
+    total = psum(jnp.concatenate([led, table.reshape(-1)]), workers)
+    counts, checksums = total[indices.size :].reshape(n, 2).T
+    return Announcement(total[: indices.size], counts, _identical(checksums))
+
+
+def announce_bytes(capacity: int, n: int) -> float:
+    """Bytes one worker sends for `announce` by a ring."""
+    return 2 * (n - 1) / n * (capacity + 2 * n) * 4
+
+
 def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
     """Rows of which the first `filled` slots count, one behind the other without the padding between them.
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
+from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
 from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step, takes_part
 from exdyna_jax._metrics import Metrics
@@ -52,6 +53,12 @@ class Exchange(NamedTuple):
     bytes_sent: jax.Array  # float32 [], by one worker
 
 
+def widened(done: Exchange, slots: int, span: int) -> Exchange:
+    """An exchange with more slots, filled up with padding."""
+    mean, unsent = widen(done.mean, slots, 0), widen(done.unsent, slots, 0)
+    return done._replace(indices=widen(done.indices, slots, span), mean=mean, unsent=unsent)
+
+
 class Method(NamedTuple):
     """A sparsifier, without the error feedback: two pure functions."""
 
@@ -59,6 +66,12 @@ class Method(NamedTuple):
     init: Callable[[Layout, int], tuple[Any, jax.Array | None, jax.Array | None]]
     exchange: Callable[[Accumulator, Any, jax.Array, Local, Workers], Exchange]  # (.., control, count, ..)
     keep: float = 1.0  # of what a step adds to the accumulator, and does not send, this share joins the residual
+
+
+def without_control(layout: Layout, n: int) -> tuple[None, None, None]:
+    """`init` of a method that needs no memory but the residual."""
+    del layout, n
+    return None, None, None
 
 
 class Options(NamedTuple):

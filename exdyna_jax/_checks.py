@@ -59,7 +59,7 @@ def check_beta(beta: Any, every_k: Any) -> None:
     if not isinstance(beta, (int, float)) or not 0 < beta <= 1:
         raise ValueError(f"beta={beta!r} is not in (0, 1]: it is the share of what is not sent that the residual takes up; 1 takes up all.")
     if beta < 1 and every_k != 1:
-        raise ValueError(f"beta={beta} with every_k={every_k}: a low-pass memory can't accumulate whole gradients. Give beta=1 or every_k=1.")
+        raise ValueError(f"beta={beta} with every_k={every_k}: a low-pass memory can't accumulate whole gradients. Set one of them to 1.")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

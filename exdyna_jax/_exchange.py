@@ -70,7 +70,12 @@ def announce(indices: jax.Array, count: jax.Array, leader: jax.Array, local: Loc
 
 def announce_bytes(capacity: int, n: int) -> float:
     """Bytes one worker sends for `announce` by a ring."""
-    return 2 * (n - 1) / n * (capacity + 2 * n) * 4
+    return broadcast_bytes(capacity + 2 * n, n)
+
+
+def broadcast_bytes(words: int, n: int) -> float:
+    """Bytes one worker sends for a broadcast, which is an all-reduce, by a ring."""
+    return 2 * (n - 1) / n * words * 4
 
 
 def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:

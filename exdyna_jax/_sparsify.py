@@ -17,7 +17,7 @@ from exdyna_jax._checks import check_options, check_params, check_update, worker
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, dense_bytes, gather, gather_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, add, make_layout, probe, put, step, takes_part
+from exdyna_jax._layout import Accumulator, Layout, Leaf, make_layout, probe, put, step, takes_part
 from exdyna_jax._metrics import Metrics
 
 

@@ -153,16 +153,18 @@ def _share_out(norms: jax.Array, sizes: np.ndarray, k: jax.Array) -> jax.Array:
     real = jnp.result_type(float)
     norms = norms.astype(real)
 
-    def share(left: tuple[jax.Array, jax.Array], layer: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        k, total = left
-        norm, size = layer
-        share = jnp.where(total > 0, jnp.trunc(k * norm / total), 0)
-        share = jnp.minimum(jnp.maximum(jnp.nan_to_num(jnp.minimum(share, k)), 1), size)  # rounding must not give more than is left
-        return (k - share, total - norm), share
-
     order = jnp.argsort(-norms)
-    left = alike(k.astype(real), norms), jnp.sum(norms)
-    _, shares = lax.scan(share, left, (norms[order], jnp.asarray(sizes, real)[order]))
+    norms = norms[order]
+    totals = jnp.cumsum(norms[::-1])[::-1]  # summed up from the smallest: what is left by subtraction would be rounding in the end
+
+    def share(k: jax.Array, layer: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        norm, total, size = layer
+        asked = jnp.where(total > 0, jnp.trunc(k * norm / total), 0)
+        asked = jnp.where(asked <= k, asked, k)  # whatever rounding or an infinity makes of it
+        share = jnp.minimum(jnp.maximum(asked, 1), size)
+        return k - share, share
+
+    _, shares = lax.scan(share, alike(k.astype(real), norms), (norms, totals, jnp.asarray(sizes, real)[order]))
     return jnp.zeros(sizes.size, jnp.int32).at[order].set(shares.astype(jnp.int32))
 
 

@@ -61,7 +61,7 @@ def announce(indices: jax.Array, count: jax.Array, leader: jax.Array, local: Loc
     """Broadcasts the leader's int32 [capacity] indices, and all-gathers counts and checksums, in one all-reduce of integers."""
     n = workers.size
     notes = jnp.stack([count, _bits(local.checksum)])
-    table = jnp.where(jnp.arange(n)[:, None] == workers.rank, notes[None], 0)  # every worker fills in its own row
+    table = jnp.where(jnp.arange(n, dtype=jnp.int32)[:, None] == workers.rank, notes[None], 0)  # every worker fills in its own row
     led = jnp.where(workers.rank == leader, indices, 0)
     total = psum(jnp.concatenate([led, table.reshape(-1)]), workers)
     counts, checksums = total[indices.size :].reshape(n, 2).T

@@ -23,7 +23,7 @@ TRACES = sorted((Path(__file__).parent / "golden").glob("*.json"))
 # how each method is asked for the published rules, and for as many slots as are needed
 PUBLISHED: dict[str, dict[str, Any]] = {
     "exdyna": {"threshold_rule": "paper", "balance": "paper"},
-    "micro": {"threshold_rule": "paper"},
+    "micro": {"threshold_rule": "paper", "capacity_factor": math.inf},
     "deft": {"capacity_factor": math.inf},
     "top_k": {},
     "clt_k": {},
@@ -70,7 +70,7 @@ def test_trace(path: Path, x64: bool) -> None:
     trace = json.loads(path.read_text())
     case, n = trace["case"], trace["case"]["workers"]
     options = dict(PUBLISHED[case["method"]])
-    if "k_per_worker" in trace["trace"][0]:
+    if case["method"] == "exdyna":
         busiest = max(max(step["k_per_worker"]) for step in trace["trace"])
         options["capacity_factor"] = max(busiest * n / int(case["density"] * sum(case["sizes"])), 1)  # as many slots as are needed
     with jax.enable_x64(x64):
@@ -87,7 +87,8 @@ def test_trace(path: Path, x64: bool) -> None:
                 np.testing.assert_allclose(told["threshold"], want["threshold"], rtol=1e-9 if x64 else 1e-5)
             different = _differences(update, told, want)
             if different and not x64 and "threshold" in want:
-                assert np.abs(a / want["threshold"] - 1).min() < 1e-5, f"step {t}: {different}, and no element near the threshold"
+                near = np.sum(np.abs(a / want["threshold"] - 1) < 1e-5)
+                assert 0 < near >= abs(told["sent"] - want["k"]), f"step {t}: {different}, and not enough elements near the threshold"
                 break
             assert not different, f"step {t}"
             assert update.sum() == pytest.approx(want["update_sum"], abs=1e-6 * want["update_abs"])

@@ -159,7 +159,7 @@ def _share_out(norms: jax.Array, sizes: np.ndarray, k: jax.Array) -> jax.Array:
 
     def share(k: jax.Array, layer: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         norm, total, size = layer
-        asked = jnp.where(total > 0, jnp.trunc(k * norm / total), 0)
+        asked = jnp.where(total > 0, jnp.trunc(k * (norm / total)), 0)
         asked = jnp.where(asked <= k, asked, k)  # whatever rounding or an infinity makes of it
         share = jnp.minimum(jnp.maximum(asked, 1), size)
         return k - share, share

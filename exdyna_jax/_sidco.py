@@ -147,3 +147,10 @@ def _adapt(control: SidcoControl, selected: jax.Array, k: jax.Array, d: jax.Arra
     moved = jnp.clip(control.stages + (mean < 0.8).astype(jnp.int32) - (mean > 1.2).astype(jnp.int32), 1, most)
     due = (count + 1) % _EVERY == 0
     return SidcoControl(jnp.where(due, moved, control.stages), jnp.where(due, 0, ratios))
+
+
+def restage(control: SidcoControl, m: int) -> SidcoControl:
+    """The control for another number of workers: a new worker begins with the stages of the old one in its place."""
+    n = control.stages.size
+    old = jnp.arange(m, dtype=jnp.int32) * n // m
+    return SidcoControl(control.stages[old], control.ratios[old])

@@ -26,7 +26,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
-from simulate import AXIS, CONTEXTS, METHODS, SETUPS, compilations, flat, gradients, mesh, metrics, params_of, shapes_of, simulate, simulation
+from simulate import (
+    AXIS,
+    CONTEXTS,
+    METHODS,
+    SETUPS,
+    compilations,
+    flat,
+    gradients,
+    mesh,
+    metrics,
+    params_of,
+    shapes_of,
+    simulate,
+    simulation,
+)
 
 EPS = 2.0**-24
 

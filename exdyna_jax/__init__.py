@@ -1,11 +1,18 @@
-"""Gradient sparsification for JAX: ExDyna as an optax transformation."""
+"""Gradient sparsification for JAX: ExDyna and its rivals as optax transformations."""
 
+from exdyna_jax._clt_k import clt_k as clt_k
+from exdyna_jax._deft import deft as deft
 from exdyna_jax._dense import dense as dense
 from exdyna_jax._exdyna import exdyna as exdyna
 from exdyna_jax._gradients import local_value_and_grad as local_value_and_grad
+from exdyna_jax._gtop_k import gtop_k as gtop_k
+from exdyna_jax._hard_threshold import hard_threshold as hard_threshold
+from exdyna_jax._micro import micro as micro
 from exdyna_jax._replicas import assert_replicas_equal as assert_replicas_equal
+from exdyna_jax._sidco import sidco as sidco
 from exdyna_jax._state import metrics as metrics
 from exdyna_jax._state import reshard as reshard
 from exdyna_jax._state import state_specs as state_specs
+from exdyna_jax._top_k import top_k as top_k
 
 __version__ = "0.1.0"

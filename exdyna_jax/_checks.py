@@ -51,12 +51,26 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def check_blocks(num_blocks: Any, capacity_factor: Any) -> None:
-    """Options of the sparsifiers that select in partitions, at construction."""
+def check_blocks(num_blocks: Any) -> None:
     if num_blocks is not None and (not _is_int(num_blocks) or num_blocks < 1):
         raise ValueError(f"num_blocks={num_blocks!r} is not a positive int: leave it out, or say into how many blocks to cut the gradient.")
+
+
+def check_capacity(capacity_factor: Any) -> None:
     if not isinstance(capacity_factor, (int, float)) or not capacity_factor >= 1:
         raise ValueError(f"capacity_factor={capacity_factor!r} is below 1: a worker could then not even send its share. Try 1.5.")
+
+
+def check_threshold(threshold: Any) -> None:
+    if threshold is not None and (not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf):
+        raise ValueError(f"threshold={threshold!r} is not a positive number: zeros would be sent too. Leave it out for 1 / (2 sqrt(k)).")
+
+
+def check_beta(beta: Any, every_k: Any) -> None:
+    if not isinstance(beta, (int, float)) or not 0 < beta <= 1:
+        raise ValueError(f"beta={beta!r} is not in (0, 1]: it is the share of what is not sent that the residual takes up; 1 takes up all.")
+    if beta < 1 and every_k != 1:
+        raise ValueError(f"beta={beta} with every_k={every_k}: a low-pass memory can't accumulate whole gradients. Set one of them to 1.")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -125,6 +125,25 @@ def psum(x: Any, workers: Workers) -> Any:
     return lax.psum(to_varying(x, workers.axes), workers.axes) if workers.axes else x
 
 
+def broadcast(x: jax.Array, leader: jax.Array, workers: Workers) -> jax.Array:
+    """The leader's `x`, replicated. `[1 2]`, `[3 4]`, `[5 6]` all end up as `[3 4]` if worker 1 leads."""
+    return psum(jnp.where(workers.rank == leader, x, jnp.zeros_like(x)), workers)
+
+
+def swap(x: jax.Array, partners: list[int], axis: str) -> jax.Array:
+    """`x` of the worker's partner along one axis; `partners[r]` is that of r, and r that of `partners[r]`.
+
+    Three workers holding 1, 2, 3 end up with 3, 2, 1 for the partners `[2, 1, 0]`. One axis only, and everyone named, since `vmap` knows no
+    other permutation.
+    """
+    return lax.ppermute(to_varying(x, (axis,)), axis, list(enumerate(partners)))
+
+
+def place_along(axis: str) -> tuple[int, jax.Array]:
+    """The number of workers along one axis, and the place of this one among them."""
+    return lax.axis_size(axis), lax.axis_index(axis).astype(jnp.int32)
+
+
 def pmean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Mean along mesh axes other than the workers'."""
     return lax.pmean(x, axes)

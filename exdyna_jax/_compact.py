@@ -25,6 +25,17 @@ def to_words(marks: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(marks, bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
+def lowest_bits(count: jax.Array) -> jax.Array:
+    """uint32: words whose lowest `count` bits are set; none below 0, all from 32 on."""
+    some = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - jnp.uint32(1)
+    return jnp.where(count >= WORD, ~jnp.uint32(0), some)
+
+
+def widen(slots: jax.Array, size: int, fill: int) -> jax.Array:
+    """More slots, filled up."""
+    return jnp.pad(slots, (0, size - slots.size), constant_values=fill)
+
+
 def count(marks: jax.Array) -> jax.Array:
     """int32 []: how many are marked. By way of words, since XLA's CPU compiler sums a bool array through one of integers as long as it."""
     return jnp.sum(lax.population_count(to_words(marks)).astype(jnp.int32), dtype=jnp.int32)

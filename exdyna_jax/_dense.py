@@ -8,8 +8,8 @@ import optax
 
 from exdyna_jax._collectives import AxisName, Workers
 from exdyna_jax._exchange import Local
-from exdyna_jax._layout import Accumulator, Layout
-from exdyna_jax._sparsify import Exchange, Method, Options, sparsify
+from exdyna_jax._layout import Accumulator
+from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, without_control
 
 
 def dense(
@@ -46,13 +46,8 @@ def dense(
       >>> print(update)
       [ 3.  -1.   0.5  2. ]
     """
-    options = Options(num_workers, dense_axis, math.inf, every_k, momentum, residual_dtype, nonfinite)
-    return sparsify(Method(_init, _exchange), axis_name, options)
-
-
-def _init(layout: Layout, n: int) -> tuple[None, None, None]:
-    del layout, n
-    return None, None, None
+    options = Options(num_workers, dense_axis, math.inf, every_k, momentum, None, residual_dtype, nonfinite)
+    return sparsify(Method(without_control, _exchange), axis_name, options)
 
 
 def _exchange(accumulator: Accumulator, control: None, count: jax.Array, local: Local, workers: Workers) -> Exchange:

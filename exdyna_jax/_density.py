@@ -2,11 +2,17 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from exdyna_jax._collectives import Workers, agreed
+
+T = TypeVar("T")
 
 _TIERS = 4  # buffer sizes that a density schedule chooses from, each a quarter of the one before
 
@@ -61,9 +67,13 @@ def target(density: Density, step: jax.Array, size: int) -> jax.Array:
     """float []: k = int(d N), at least 1, so that even a tiny model is sent in time."""
     if density.schedule is None:
         return jnp.asarray(_most_k(density.most, size), jnp.result_type(float))
-    asked = jnp.asarray(density.schedule(step), jnp.result_type(float))
-    asked = jnp.where(asked <= density.most, jnp.maximum(asked, 0), density.most)  # a NaN, too, is sent at the highest density
-    return jnp.maximum(jnp.floor(asked * size), 1)
+    return jnp.maximum(jnp.floor(share(density, step) * size), 1)
+
+
+def share(density: Density, step: jax.Array) -> jax.Array:
+    """float []: d."""
+    asked = jnp.asarray(density.most if density.schedule is None else density.schedule(step), jnp.result_type(float))
+    return jnp.where(asked <= density.most, jnp.maximum(asked, 0), density.most)  # a NaN, too, is sent at the highest density
 
 
 def slots(k: float, n: int, factor: float, span: int) -> int:
@@ -75,6 +85,17 @@ def tiers(density: Density, size: int) -> tuple[int, ...]:
     """The targets k for which a buffer is laid out, largest first: one for a constant density."""
     most = _most_k(density.most, size)
     return (most,) if density.schedule is None else tuple(max(most // 4**i, 1) for i in range(_TIERS))
+
+
+def dense_below(density: Density, min_size: float) -> float:
+    """Leaves with fewer elements are averaged whole: all of them at the constant density 1."""
+    return math.inf if density.schedule is None and density.most == 1 else min_size
+
+
+def in_tiers(sizes: tuple[int, ...], k: jax.Array, workers: Workers, ship: Callable[[int], T]) -> T:
+    """`ship(i)` with the buffers of the smallest tier that holds k; its results have one shape whatever i."""
+    branches = [partial(ship, i) for i in range(len(sizes))]
+    return branches[0]() if len(branches) == 1 else lax.switch(agreed(tier_of(sizes, k), workers), branches)
 
 
 def tier_of(sizes: tuple[int, ...], k: jax.Array) -> jax.Array:

@@ -59,6 +59,35 @@ def compare(local: Local, workers: Workers) -> jax.Array:
     return _identical(all_gather(_bits(local.checksum), workers))
 
 
+class Announcement(NamedTuple):
+    """What one worker told all others, replicated."""
+
+    indices: jax.Array  # int32 [capacity], the leader's
+    counts: jax.Array  # int32 [n], marked by each worker
+    identical: jax.Array  # bool [], as in a message
+
+
+def announce(indices: jax.Array, count: jax.Array, leader: jax.Array, local: Local, workers: Workers) -> Announcement:
+    """Broadcasts the leader's int32 [capacity] indices, and all-gathers counts and checksums, in one all-reduce of integers."""
+    n = workers.size
+    notes = jnp.stack([count, lax.bitcast_convert_type(_bits(local.checksum), jnp.int32)])
+    table = jnp.where(jnp.arange(n, dtype=jnp.int32)[:, None] == workers.rank, notes[None], 0)  # every worker fills in its own row
+    led = jnp.where(workers.rank == leader, indices, 0)
+    total = psum(jnp.concatenate([led, table.reshape(-1)]), workers)
+    counts, checksums = total[indices.size :].reshape(n, 2).T
+    return Announcement(total[: indices.size], counts, _identical(checksums))
+
+
+def announce_bytes(capacity: int, n: int) -> float:
+    """Bytes one worker sends for `announce` by a ring."""
+    return broadcast_bytes(capacity + 2 * n, n)
+
+
+def broadcast_bytes(words: int, n: int) -> float:
+    """Bytes one worker sends for a broadcast, which is an all-reduce, by a ring."""
+    return 2 * (n - 1) / n * words * 4
+
+
 def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.Array]:
     """Rows of which the first `filled` slots count, one behind the other without the padding between them.
 

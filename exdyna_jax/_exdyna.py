@@ -1,30 +1,18 @@
 """ExDyna: exclusive partitions of blocks, balanced and rotated, and a threshold that is corrected online."""
 
-import math
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
-from exdyna_jax._checks import check_blocks, check_choice
-from exdyna_jax._collectives import AxisName, Workers, agreed
-from exdyna_jax._compact import compact, or_one
-from exdyna_jax._density import Density, make_density, slots, target, tier_of, tiers
-from exdyna_jax._exchange import Local, Message, Sums, gather, gather_bytes, join, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, marks, take
-from exdyna_jax._partition import BALANCES, PAPER_BLOCKS, Balance, Topology, by_partition, edges, make_grid, partition_of
-from exdyna_jax._sparsify import Exchange, Method, Options, sparsify
-from exdyna_jax._threshold import RULES, Rule
-
-
-class ExdynaControl(NamedTuple):
-    """What steers ExDyna's next step, equal on all workers."""
-
-    rule: Any  # the threshold rule's state, see _threshold.py
-    topology: Topology
+from exdyna_jax._checks import check_blocks, check_capacity, check_choice
+from exdyna_jax._collectives import AxisName
+from exdyna_jax._density import dense_below, make_density
+from exdyna_jax._exclusive import Partitions, exclusive
+from exdyna_jax._layout import Layout
+from exdyna_jax._partition import BALANCES, PAPER_BLOCKS, Balance, Topology, edges, make_grid
+from exdyna_jax._sparsify import Options, sparsify
+from exdyna_jax._threshold import RULES
 
 
 def exdyna(
@@ -117,98 +105,26 @@ def exdyna(
     asked = make_density(density, max_density)
     check_choice("threshold_rule", threshold_rule, RULES)
     check_choice("balance", balance, BALANCES)
-    check_blocks(num_blocks, capacity_factor)
+    check_blocks(num_blocks)
+    check_capacity(capacity_factor)
     if num_blocks is None and "paper" in (threshold_rule, balance):
         num_blocks = PAPER_BLOCKS
-    everything = asked.schedule is None and asked.most == 1
-    options = Options(
-        num_workers=num_workers,
-        dense_axis=dense_axis,
-        min_size=math.inf if everything else min_size,
-        every_k=every_k,
-        momentum=momentum,
-        wire_dtype=wire_dtype,
-        residual_dtype=residual_dtype,
-        nonfinite=nonfinite,
-    )
-    return sparsify(_method(asked, RULES[threshold_rule], BALANCES[balance], num_blocks, capacity_factor), axis_name, options)
+    below = dense_below(asked, min_size)
+    options = Options(num_workers, dense_axis, below, every_k, momentum, wire_dtype, residual_dtype, nonfinite)
+    method = exclusive(asked, RULES[threshold_rule], _balanced(BALANCES[balance], num_blocks), capacity_factor)
+    return sparsify(method, axis_name, options)
 
 
-def _method(density: Density, rule: Rule, balance: Balance, num_blocks: int | None, capacity_factor: float) -> Method:
-    def init(layout: Layout, n: int) -> tuple[ExdynaControl, jax.Array, jax.Array]:
-        state = rule.init(target(density, jnp.int32(0), layout.size))
-        topology = balance.init(make_grid(layout.span, num_blocks), n)
-        return ExdynaControl(state, topology), state.next_threshold, topology.next_blocks
+def _balanced(balance: Balance, num_blocks: int | None) -> Partitions:
+    """Partitions of whole blocks, which move between neighbours until all workers select equally many."""
 
-    def exchange(accumulator: Accumulator, control: ExdynaControl, count: jax.Array, local: Local, workers: Workers) -> Exchange:
-        layout, n = accumulator.layout, workers.size
-        grid = make_grid(layout.span, num_blocks)
-        k = target(density, count, layout.size)
-        sizes = tiers(density, layout.size)
-        capacities = [slots(size, n, capacity_factor, layout.span) for size in sizes]
+    def init(layout: Layout, n: int) -> Topology:
+        return balance.init(make_grid(layout.span, num_blocks), n)
 
-        own_threshold = rule.start(control.rule, accumulator, k, workers)
-        edge = edges(grid, control.topology.next_blocks)
-        partition = partition_of(count, workers.rank, n)
-        start, stop = edge[partition], edge[partition + 1]
-        words = marks(accumulator, own_threshold, start, stop)
-        if rule.never_empty:
-            words = or_one(words, start, stop, count)
+    def cut(topology: Topology, layout: Layout, n: int) -> jax.Array:
+        return edges(make_grid(layout.span, num_blocks), topology.next_blocks)
 
-        def ship(capacity: int) -> Shipped:
-            """Sends what is marked in buffers of `capacity` slots; the results are as large as for the largest buffers."""
-            indices, marked = compact(words, capacity, layout.span, count)
-            message = gather(indices, marked, own_threshold, local, layout.span, workers)
-            sent = jnp.minimum(message.counts, capacity)
-            indices, owner = join(by_partition(message.indices, count), by_partition(sent, count), layout.span)
-            values = take(accumulator, indices)
-            own = jnp.where(owner == partition, jnp.abs(values), 0)
-            excess = jnp.sum(jnp.where(own > 0, jnp.log(own / own_threshold.astype(own.dtype)), 0))
-            sums = reduce(values, (excess,), accumulator, local, workers)
-            return Shipped(
-                _widen(indices, n * capacities[0], layout.span),
-                message._replace(indices=jnp.zeros(0, jnp.int32)),
-                sums._replace(values=_widen(sums.values, n * capacities[0], 0), unsent=_widen(sums.unsent, n * capacities[0], 0)),
-                sent,
-                jnp.float32(gather_bytes(capacity, layout.span, n) + reduce_bytes(values.size, 1, layout, n)),
-            )
+    def move(topology: Topology, layout: Layout, selected: jax.Array, indices: jax.Array, sent: jax.Array) -> Topology:
+        return balance.next(topology, make_grid(layout.span, num_blocks), layout.size, selected, indices, sent)
 
-        branches = [partial(ship, capacity) for capacity in capacities]
-        indices, message, sums, sent, sent_bytes = (
-            branches[0]() if len(branches) == 1 else lax.switch(agreed(tier_of(sizes, k), workers), branches)
-        )
-
-        selected = message.counts
-        threshold, lowest = rule.settle(control.rule, message.thresholds)
-        state = rule.next(control.rule, threshold, jnp.sum(selected, dtype=jnp.int32), jnp.sum(sent, dtype=jnp.int32), sums.scalars[0], k)
-        topology = balance.next(control.topology, grid, layout.size, by_partition(selected, count), indices, by_partition(sent, count))
-        return Exchange(
-            indices=indices,
-            mean=sums.values / n,
-            unsent=sums.unsent,
-            dense=sums.dense,
-            finite=sums.finite,
-            control=ExdynaControl(state, topology),
-            selected=selected,
-            sent=sent,
-            threshold=lowest,
-            blocks=control.topology.next_blocks,
-            identical=message.identical,
-            bytes_sent=sent_bytes,
-        )
-
-    return Method(init, exchange)
-
-
-class Shipped(NamedTuple):
-    """What one exchange brought."""
-
-    indices: jax.Array  # int32 [n * capacity], ascending, then padding
-    message: Message
-    sums: Sums
-    sent: jax.Array  # int32 [n]
-    bytes_sent: jax.Array  # float32 []
-
-
-def _widen(slots: jax.Array, size: int, fill: int) -> jax.Array:
-    return jnp.pad(slots, (0, size - slots.size), constant_values=fill)
+    return Partitions(init, cut, lambda topology: topology.next_blocks, move)

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from exdyna_jax._compact import WORD, to_words, words_in
+from exdyna_jax._compact import WORD, lowest_bits, to_words, words_in
 
 _CHUNK = 2**17  # elements that the marking loop takes at a time on CPU, at least: 0.5 MiB fit the cache, and the loop's cost vanishes
 _WINDOW = 4096  # slots that are looked up or written at a time on CPU
@@ -95,6 +96,13 @@ def make_layout(tree: Any, residual_dtype: Any, min_size: float, wire_dtype: Any
     return Layout(tuple(sparse), tuple(dense), sum(leaf.size for leaf in sparse), span, dtype, wire_dtype if narrow else None)
 
 
+def positions(layout: Layout, elements: np.ndarray) -> np.ndarray:
+    """Positions of elements that are counted through the sparse leaves, without what fills up words; N and more give the end. Static."""
+    ends = np.cumsum([leaf.size for leaf in layout.leaves])
+    filled = np.cumsum([0] + [words_in(leaf.size) * WORD - leaf.size for leaf in layout.leaves])
+    return np.minimum(elements + filled[np.searchsorted(ends, elements, side="right")], layout.span)
+
+
 def add(momentum: float | None, g: jax.Array, e: jax.Array, u: jax.Array | None = None) -> jax.Array:
     """The accumulator from its terms, in the residual's dtype."""
     return step(momentum, g, e, u) + e
@@ -107,7 +115,7 @@ def step(momentum: float | None, g: jax.Array, e: jax.Array, u: jax.Array | None
 
 
 def marks(accumulator: Accumulator, threshold: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """uint32 [span / 32]: bit words of `|a| >= threshold` at the positions in [start, stop), both multiples of 32.
+    """uint32 [span / 32]: bit words of `|a| >= threshold` at the positions in [start, stop).
 
     On CPU a loop reads the elements of the range and no others, chunk by chunk; elsewhere, where a loop is a train of kernel launches,
     all are read at once.
@@ -118,7 +126,7 @@ def marks(accumulator: Accumulator, threshold: jax.Array, start: jax.Array, stop
         a = add(accumulator.momentum, *terms)
         words = to_words(jnp.abs(a) >= threshold.astype(a.dtype))
         position = first + jnp.arange(words.size, dtype=jnp.int32) * WORD
-        return jnp.where((position >= start) & (position < stop), words, jnp.uint32(0))
+        return words & lowest_bits(stop - position) & ~lowest_bits(start - position)
 
     layout = accumulator.layout
 
@@ -155,15 +163,18 @@ def _mark_chunk(
     return lax.dynamic_update_slice(words, chunk_words(chunk, first), (first // WORD,))
 
 
-def take(accumulator: Accumulator, indices: jax.Array) -> jax.Array:
-    """`a` at ascending indices, 0 at the padding that follows them. int32 [K] -> [K] of dtype `layout.dtype`."""
+def take(accumulator: Accumulator, indices: jax.Array, what: Callable[..., jax.Array] = add) -> jax.Array:
+    """`a` at ascending indices, 0 at the padding that follows them. int32 [K] -> [K] of dtype `layout.dtype`.
+
+    Something else than `a` with another function `what(momentum, *terms)`.
+    """
     layout = accumulator.layout
     values = jnp.zeros_like(accumulator.leaves[0][1], layout.dtype, indices.shape)
     for leaf, terms, bounds in zip(layout.leaves, accumulator.leaves, _bounds(layout, indices), strict=True):
 
         def look_up(window: Window, values: jax.Array, leaf: Leaf = leaf, terms: tuple[jax.Array, ...] = terms) -> jax.Array:
             at = _within(leaf, window(indices))
-            found = add(accumulator.momentum, *(x.at[at].get(mode="fill", fill_value=0) for x in terms))
+            found = what(accumulator.momentum, *(x.at[at].get(mode="fill", fill_value=0) for x in terms))
             return window.write(values, jnp.where(at < leaf.size, found.astype(values.dtype), window(values)))
 
         values = _visit(leaf, bounds, indices.size, look_up, values)

@@ -8,14 +8,14 @@ import jax
 class Metrics(NamedTuple):
     """Of the last step, replicated. None where a method has no such thing."""
 
-    selected: jax.Array  # int32 [], marked by all workers
+    selected: jax.Array  # int32 [], marked by all workers: sent + overflow
     density: jax.Array  # float32 [], selected / N
-    sent: jax.Array  # int32 [], exchanged
+    sent: jax.Array  # int32 [], exchanged; an index that several workers marked counts once
     selected_per_worker: jax.Array  # int32 [n], in worker order
     threshold: jax.Array | None  # float [], as used in the step; where workers estimated one each, the lowest
     blocks: jax.Array | None  # int32 [n], blocks per partition as used in the step
     imbalance: jax.Array  # float32 [], n max(k_i) / sum(k_i); 1 is perfect
-    overflow: jax.Array  # int32 [], selected - sent: found no slot and stays in the residual
+    overflow: jax.Array  # int32 [], marks that found no slot: they stay in the residual
     skipped: jax.Array  # int32 [], steps skipped so far for a gradient that was not finite
     skipped_in_a_row: jax.Array  # int32 []
     gradients_identical: jax.Array  # bool [], all workers had the same gradient: it was summed before

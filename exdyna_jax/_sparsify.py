@@ -15,8 +15,9 @@ from jax import lax
 
 from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
+from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, compare, compare_bytes, dense_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, add, fitted, make_layout, probe, put, step, takes_part
+from exdyna_jax._layout import Accumulator, Layout, Leaf, fitted, make_layout, probe, put, step, takes_part
 from exdyna_jax._metrics import Metrics
 
 
@@ -44,11 +45,18 @@ class Exchange(NamedTuple):
     finite: jax.Array  # bool [], no worker had a NaN or an infinity; replicated
     control: Any  # for the next step; replicated
     selected: jax.Array  # int32 [n], marked by each worker; replicated
-    sent: jax.Array  # int32 [n], of these, exchanged; replicated
+    sent: jax.Array  # int32 [], exchanged, each index once; replicated
+    overflow: jax.Array  # int32 [], marked by some worker, but without a slot; replicated
     threshold: jax.Array | None  # as used
     blocks: jax.Array | None  # as used
     identical: jax.Array  # bool [], all workers' gradients were the same; replicated
     bytes_sent: jax.Array  # float32 [], by one worker
+
+
+def widened(done: Exchange, slots: int, span: int) -> Exchange:
+    """An exchange with more slots, filled up with padding."""
+    mean, unsent = widen(done.mean, slots, 0), widen(done.unsent, slots, 0)
+    return done._replace(indices=widen(done.indices, slots, span), mean=mean, unsent=unsent)
 
 
 class Method(NamedTuple):
@@ -57,6 +65,13 @@ class Method(NamedTuple):
     # (layout, n) -> control, and the first step's threshold and blocks for the metrics
     init: Callable[[Layout, int], tuple[Any, jax.Array | None, jax.Array | None]]
     exchange: Callable[[Accumulator, Any, jax.Array, Local, Workers], Exchange]  # (.., control, count, ..)
+    keep: float = 1.0  # of what a step adds to the accumulator, and does not send, this share joins the residual
+
+
+def without_control(layout: Layout, n: int) -> tuple[None, None, None]:
+    """`init` of a method that needs no memory but the residual."""
+    del layout, n
+    return None, None, None
 
 
 class Options(NamedTuple):
@@ -130,7 +145,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
 
         rows, values = [], []
         for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
-            grown, moved = _grow(options.momentum, leaf, terms, done.finite)
+            grown, moved = _grow(options.momentum, leaf, terms, done.finite, method.keep)
             mean = fitted(done.mean, leaf.dtype)
             rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
             rows.append((jnp.zeros((1, *leaf.shape), leaf.dtype), grown, *moved))
@@ -214,12 +229,15 @@ def _nothing(leaf: Any) -> Any:
     return np.zeros(leaf.shape, leaf.dtype) if leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _grow(momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _grow(
+    momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array, keep: float = 1.0
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Residual, and velocity where there is one, in the state's shape, after this step's gradient; as they were in a skipped step."""
     terms = tuple(x.reshape(1, *leaf.shape) for x in terms)
     _, e, *velocity = terms
-    grown = jnp.where(finite, add(momentum, *terms), e)
-    moved = (jnp.where(finite, step(momentum, *terms), u) for u in velocity)
+    fresh = step(momentum, *terms)
+    grown = jnp.where(finite, jnp.asarray(keep, e.dtype) * fresh + e, e)
+    moved = (jnp.where(finite, fresh, u) for u in velocity)
     return grown, tuple(moved)
 
 
@@ -245,7 +263,8 @@ def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, lo
         finite=sums.finite,
         control=control,
         selected=share,
-        sent=share,
+        sent=jnp.int32(_counted(layout)),
+        overflow=jnp.int32(0),
         threshold=None,
         blocks=None,
         identical=identical,
@@ -259,18 +278,18 @@ def _counted(layout: Layout) -> int:
 
 
 def _metrics(done: Exchange, last: Metrics, layout: Layout, n: int) -> Metrics:
-    selected = jnp.where(done.finite, done.selected, 0)
-    total = jnp.sum(selected, dtype=jnp.int32)
-    sent = jnp.sum(jnp.where(done.finite, done.sent, 0), dtype=jnp.int32)
+    per_worker, sent, overflow = (jnp.where(done.finite, x, 0) for x in (done.selected, done.sent, done.overflow))
+    total = sent + overflow
+    work = per_worker.astype(jnp.float32)
     return Metrics(
         selected=total,
         density=total.astype(jnp.float32) / max(_counted(layout), 1),
         sent=sent,
-        selected_per_worker=selected,
+        selected_per_worker=per_worker,
         threshold=last.threshold if done.threshold is None else done.threshold,
         blocks=last.blocks if done.blocks is None else done.blocks,
-        imbalance=jnp.max(selected).astype(jnp.float32) * n / jnp.maximum(total, 1).astype(jnp.float32),
-        overflow=total - sent,
+        imbalance=jnp.max(work) * n / jnp.maximum(jnp.sum(work), 1),
+        overflow=overflow,
         gradients_identical=done.identical,
         bytes_sent=done.bytes_sent,
         bytes_dense=jnp.float32(dense_bytes(layout, n)),

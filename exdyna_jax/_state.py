@@ -1,5 +1,6 @@
 """The state as a user handles it: where it is sharded, what it reports."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from exdyna_jax._collectives import AxisName, axis_tuple
 from exdyna_jax._partition import Topology, repartition
+from exdyna_jax._sidco import SidcoControl, restage
 from exdyna_jax._sparsify import PER_WORKER, SparsifyState
 
 
@@ -91,6 +93,10 @@ def _is_ours(node: Any) -> bool:
     return isinstance(node, SparsifyState)
 
 
+# what of a method's control depends on the number of workers, and how to have it for another number
+_AGAIN: dict[type, Callable[[Any, int], Any]] = {Topology: repartition, SidcoControl: restage}
+
+
 def reshard(opt_state: Any, num_workers: int) -> Any:
     r"""The same state for another number of workers; nothing that waits in the residuals is lost.
 
@@ -140,15 +146,14 @@ def _reshard(state: SparsifyState, m: int) -> SparsifyState:
     def average(rows: jax.Array) -> jax.Array:
         return jnp.tensordot(jnp.asarray(shares, rows.dtype), rows, axes=1, precision=jax.lax.Precision.HIGHEST)
 
-    def again(part: Any) -> Any:
-        return repartition(part, m) if isinstance(part, Topology) else part
-
     last = state.metrics
     idle = jax.tree.map(jnp.zeros_like, last)
     return state._replace(
         residual=jax.tree.map(average, state.residual),
         velocity=jax.tree.map(average, state.velocity),
-        control=jax.tree.map(again, state.control, is_leaf=lambda part: isinstance(part, Topology)),
+        control=jax.tree.map(
+            lambda part: _AGAIN.get(type(part), lambda part, _: part)(part, m), state.control, is_leaf=lambda part: type(part) in _AGAIN
+        ),
         metrics=idle._replace(
             selected_per_worker=jnp.zeros(m, jnp.int32),
             threshold=last.threshold,

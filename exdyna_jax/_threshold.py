@@ -20,7 +20,7 @@ from exdyna_jax._collectives import Workers, agreed, alike
 from exdyna_jax._compact import count
 from exdyna_jax._layout import Accumulator, sample
 
-_TINY = 2.0**-126  # the smallest normal float32: as a threshold it lets everything through but zeros
+TINY = 2.0**-126  # the smallest normal float32: as a threshold it lets everything through but zeros
 _FIRST_SLOPE = 4.0
 _SAMPLE = 2**18
 
@@ -83,7 +83,7 @@ def quantile(magnitudes: jax.Array, target: int | jax.Array) -> jax.Array:
         return low + (jnp.sum(counts >= target, dtype=jnp.uint32) << shift)
 
     low = lax.fori_loop(0, 8, narrow, alike(jnp.uint32(0), bits))
-    return jnp.maximum(lax.bitcast_convert_type(low, jnp.float32), _TINY)
+    return jnp.maximum(lax.bitcast_convert_type(low, jnp.float32), TINY)
 
 
 def _proportional_init(k: jax.Array) -> Servo:
@@ -132,13 +132,13 @@ def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, 
     trend = jnp.clip(state.trend + 0.2 * correction, -0.1, 0.1)
     age = state.age.astype(jnp.float32)
     move = 0.7 * correction + trend + 0.5 * jnp.log((age + 2) / (age + 1))
-    moved = jnp.maximum(threshold * jnp.exp(move).astype(threshold.dtype), _TINY)
+    moved = jnp.maximum(threshold * jnp.exp(move).astype(threshold.dtype), TINY)
     lost = (jnp.abs(error) > jnp.log(4.0)) & (jnp.abs(selected.astype(jnp.float32) - k) > 8 * jnp.sqrt(k)) | (selected == 0)
     return Servo(
         next_threshold=jnp.where(lost, 0, moved),
         slope=jnp.where(lost, _FIRST_SLOPE, slope),
         trend=jnp.where(lost, 0, trend),
-        age=jnp.where((selected == 0) & (threshold <= _TINY), 0, state.age + 1),
+        age=jnp.where((selected == 0) & (threshold <= TINY), 0, state.age + 1),
     )
 
 

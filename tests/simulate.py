@@ -51,6 +51,21 @@ SETUPS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+# the same for the other methods
+METHODS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "micro": ("odd", 4, {"method": "micro", "density": 0.05}),
+    "micro, paper, few slots": ("mixed", 5, {"method": "micro", "density": 0.01, "threshold_rule": "paper", "capacity_factor": 1.0}),
+    "deft": ("odd", 4, {"method": "deft", "density": 0.05}),
+    "deft, few slots": ("mixed", 3, {"method": "deft", "density": 0.1, "capacity_factor": 1.0, "momentum": 0.5}),
+    "top_k": ("mixed", 4, {"method": "top_k", "density": 0.05, "min_size": 60}),
+    "gtop_k": ("odd", 4, {"method": "gtop_k", "density": 0.05, "momentum": 0.5}),
+    "gtop_k, seven workers, schedule": ("mixed", 7, {"method": "gtop_k", "density": FALLING, "max_density": 0.3}),
+    "clt_k": ("odd", 4, {"method": "clt_k", "density": 0.05, "every_k": 2}),
+    "hard_threshold": ("odd", 4, {"method": "hard_threshold", "density": 0.02, "threshold": 4.0, "capacity_factor": 1.0}),
+    "sidco": ("mixed", 4, {"method": "sidco", "density": FALLING, "max_density": 0.3}),
+}
+
+
 def shapes_of(tree: str) -> Any:
     """A pytree of `jax.ShapeDtypeStruct`."""
     if tree in DTYPES:
@@ -79,9 +94,9 @@ class Simulation(NamedTuple):
 
 
 @functools.cache
-def simulation(tree: str, n: int, density: float, context: str = "vmap", **options: Any) -> Simulation:
-    """ExDyna on n workers; compiled once for all tests that ask for the same."""
-    return simulate(exdyna_jax.exdyna(density, AXIS, num_workers=n, **options), shapes_of(tree), n, context)
+def simulation(tree: str, n: int, density: float, context: str = "vmap", method: str = "exdyna", **options: Any) -> Simulation:
+    """A method on n workers; compiled once for all tests that ask for the same."""
+    return simulate(getattr(exdyna_jax, method)(density, AXIS, num_workers=n, **options), shapes_of(tree), n, context)
 
 
 def simulate(tx: Any, shapes: Any, n: int, context: str = "vmap", *, jit: bool = True) -> Simulation:

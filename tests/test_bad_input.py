@@ -19,6 +19,8 @@ from simulate import AXIS, flat, mesh, metrics, simulate
 RISING = optax.linear_schedule(0.1, 0.01, 10)
 W = {"w": jnp.zeros((4, 8))}
 
+METHODS = ("micro", "deft", "top_k", "gtop_k", "clt_k", "hard_threshold", "sidco")
+
 AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"density": 0}, r"density=0 is not in \(0, 1\].*such as 0\.001"),
     ({"density": 0.0}, r"density=0\.0 is not in \(0, 1\]"),
@@ -76,6 +78,32 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
 def test_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         exdyna_jax.exdyna(**({"density": 0.1, "axis_name": AXIS} | options))
+
+
+OTHER_METHODS: list[tuple[str, dict[str, Any], str]] = [
+    ("micro", {"threshold_rule": "papre"}, r"threshold_rule='papre' is not one of .*'paper'.*'proportional'"),
+    ("micro", {"capacity_factor": 0.5}, r"capacity_factor=0\.5 is below 1.*Try 1\.5"),
+    ("deft", {"capacity_factor": 0}, r"capacity_factor=0 is below 1"),
+    ("sidco", {"capacity_factor": -1}, r"capacity_factor=-1 is below 1"),
+    ("hard_threshold", {"capacity_factor": "2"}, r"capacity_factor='2' is below 1"),
+    ("hard_threshold", {"threshold": 0}, r"threshold=0 is not a positive number.*Leave it out"),
+    ("hard_threshold", {"threshold": math.nan}, r"threshold=nan is not a positive number"),
+    ("hard_threshold", {"threshold": "1"}, r"threshold='1' is not a positive number"),
+    ("clt_k", {"beta": 0}, r"beta=0 is not in \(0, 1\]"),
+    ("clt_k", {"beta": 1.5}, r"beta=1\.5 is not in \(0, 1\]"),
+    ("clt_k", {"beta": None}, r"beta=None is not in \(0, 1\]"),
+    ("clt_k", {"beta": 0.5, "every_k": 2}, r"beta=0\.5 with every_k=2.*Set one of them to 1"),
+    *((method, {"density": 1.5}, r"density=1\.5 is not in \(0, 1\]") for method in METHODS),
+    *((method, {"max_density": 0.5}, r"max_density=0\.5 only goes with a density schedule") for method in METHODS),
+    *((method, {"axis_name": 3}, r"axis_name=3 is not a mesh axis name") for method in METHODS),
+    *((method, {"momentum": 2}, r"momentum=2 is not in \[0, 1\)") for method in METHODS),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "message"), OTHER_METHODS, ids=[f"{m}, {o}" for m, o, _ in OTHER_METHODS])
+def test_at_construction_of_other_methods(method: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(exdyna_jax, method)(**({"density": 0.1, "axis_name": AXIS} | options))
 
 
 def test_init_outside_the_axis_needs_the_number_of_workers() -> None:
@@ -174,8 +202,18 @@ ODD: dict[str, tuple[Any, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_but_legal(name: str) -> None:
     leaves, n, options = ODD[name]
+    _check_odd(exdyna_jax.exdyna(axis_name=AXIS, num_workers=n, **options), leaves, n, options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fewer_elements_than_workers(method: str) -> None:
+    options = {"density": 0.5, "threshold": 1.0} if method == "hard_threshold" else {"density": 0.5}
+    _check_odd(getattr(exdyna_jax, method)(axis_name=AXIS, num_workers=5, **options), {"w": (2,), "b": (1,), "none": (0,)}, 5, options)
+
+
+def _check_odd(tx: Any, leaves: Any, n: int, options: dict[str, Any]) -> None:
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), leaves, is_leaf=lambda x: isinstance(x, tuple))
-    run = simulate(exdyna_jax.exdyna(axis_name=AXIS, num_workers=n, **options), shapes, n, "shard_map")
+    run = simulate(tx, shapes, n, "shard_map")
     rng = np.random.RandomState(0)
     state, given, moved = run.init(), 0.0, 0.0
     for _ in range(12):

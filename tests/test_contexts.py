@@ -1,6 +1,7 @@
-"""The same numbers in every context: each way to have n workers, with each kind of tree and each way to run ExDyna.
+"""The same numbers in every context: each way to have n workers, with each kind of tree, each way to run ExDyna and each other method.
 
-A reference run on `vmap` is compared with the numpy oracle step by step; every other context must equal the reference to the bit. Gradients
+A reference run on `vmap` is compared with the numpy oracle step by step, or, of the other methods, which have their own tests, must have
+lost nothing; every other context must equal the reference to the bit. Gradients
 are small integers times a power of two, so that no order of summation makes a difference. By default a selection runs in which every pair
 of choices occurs; `pytest -m matrix` runs them all.
 """
@@ -59,6 +60,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every third, few slots": {"density": 0.01, "every_k": 3, "capacity_factor": 1.0, "num_blocks": 24},
 }
 
+METHODS: dict[str, dict[str, Any]] = {
+    "micro": {"density": 0.05},
+    "deft": {"density": 0.05},
+    "top_k": {"density": 0.05, "momentum": 0.5},
+    "gtop_k": {"density": 0.05, "min_size": 40},
+    "clt_k": {"density": 0.05, "every_k": 2},
+    "hard_threshold": {"density": 0.05, "threshold": 90.0},
+    "sidco": {"density": 0.05},
+}
+
 
 def _pairwise(*choices: Any) -> list[tuple[str, ...]]:
     """Combinations, first come first served, such that every pair of choices is in one of them."""
@@ -76,8 +87,15 @@ def _pairs(combination: tuple[str, ...]) -> set[Any]:
     return set(itertools.combinations(enumerate(combination), 2))
 
 
-EVERY = list(itertools.product(CONTEXTS, TREES, OPTIONS))
-SELECTED = _pairwise(CONTEXTS, TREES, OPTIONS)
+def _spread_out() -> list[tuple[str, str, str]]:
+    """Each method with three trees, and each time in another context; gTop-k, which alone has a collective of its own, in some more."""
+    contexts = itertools.cycle(CONTEXTS)
+    rows = [(next(contexts), tree, method) for method in METHODS for tree in list(TREES)[1:]]
+    return rows + [(context, "float32", "gtop_k") for context in ("shard_map", "two axes", "nested vmap", "pmap")]
+
+
+EVERY = list(itertools.product(CONTEXTS, TREES, OPTIONS | METHODS))
+SELECTED = _pairwise(CONTEXTS, TREES, OPTIONS) + _spread_out()
 ROWS = [pytest.param(*row, id=", ".join(row), marks=[] if row in SELECTED else pytest.mark.matrix) for row in EVERY]
 
 
@@ -117,16 +135,27 @@ def _reference(tree: str, options: str, n: int) -> tuple[list[Any], list[Any]]:
         steps = [_gradients(tree, n, t) for t in range(STEPS)]
         jax.tree.leaves(steps[4])[0].reshape(-1)[0] = np.nan
 
-        def make(axis: Any) -> Any:
-            return exdyna_jax.exdyna(axis_name=axis, **OPTIONS[options])
-
-        seen = mapped(make, _params(tree), n, steps, over=jax.vmap, jit=True)
-        state = jax.device_get(exdyna_jax.exdyna(axis_name="a", num_workers=n, **OPTIONS[options]).init(_zeros(_params(tree))))
+        seen = mapped(_make(options), _params(tree), n, steps, over=jax.vmap, jit=True)
+        state = jax.device_get(_make(options)("a", num_workers=n).init(_zeros(_params(tree))))
         for t, (g, (update, after)) in enumerate(zip(steps, seen, strict=True)):
-            want_update, want = oracle.step(state, g, oracle.Options(**OPTIONS[options]))
-            oracle.compare(t, update, want_update, after, want, 0)
+            if options in METHODS:
+                if t != 4:
+                    held = flat(g, 1) + flat(state.residual, 1)
+                    if state.velocity is not None:
+                        held = held + METHODS[options]["momentum"] * flat(state.velocity, 1)
+                    np.testing.assert_array_equal(held.mean(axis=0), flat(update) + flat(after.residual, 1).mean(axis=0), f"step {t}")
+            else:
+                want_update, want = oracle.step(state, g, oracle.Options(**OPTIONS[options]))
+                oracle.compare(t, update, want_update, after, want, 0)
             state = after
         return steps, seen
+
+
+def _make(options: str) -> Any:
+    """(axis_name, ...) -> the transformation."""
+    if options in METHODS:
+        return lambda axis, **more: getattr(exdyna_jax, options)(axis_name=axis, **METHODS[options], **more)
+    return lambda axis, **more: exdyna_jax.exdyna(axis_name=axis, **OPTIONS[options], **more)
 
 
 def _zeros(shapes: Any) -> Any:
@@ -138,7 +167,7 @@ def test_same_numbers(context: str, tree: str, options: str) -> None:
     n = 1 if context == "alone" else N
     steps, want = _reference(tree, options, n)
     with _with_types(tree):
-        seen = CONTEXTS[context](lambda axis: exdyna_jax.exdyna(axis_name=axis, **OPTIONS[options]), _params(tree), n, steps)
+        seen = CONTEXTS[context](_make(options), _params(tree), n, steps)
     for (update, state), (want_update, want_state) in zip(seen, want, strict=True):
         jax.tree.map(np.testing.assert_array_equal, update, want_update)
         assert jax.tree.map(lambda x: x.dtype, update) == jax.tree.map(lambda x: x.dtype, want_update)

@@ -1,4 +1,4 @@
-"""What the library promises, held for ExDyna.
+"""What the library promises, held for ExDyna, and where a list says METHODS for the others too.
 
 1. Nothing is lost: `mean_i(a_i) == update + mean_i(residual_i)` for every element, with overflow, padding, low-precision leaves and any
    capacity; up to the rounding of the sums, exactly where values only move. A skipped step leaves everything as it was.
@@ -26,7 +26,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
-from simulate import AXIS, CONTEXTS, SETUPS, compilations, flat, gradients, mesh, metrics, params_of, shapes_of, simulate, simulation
+from simulate import (
+    AXIS,
+    CONTEXTS,
+    METHODS,
+    SETUPS,
+    compilations,
+    flat,
+    gradients,
+    mesh,
+    metrics,
+    params_of,
+    shapes_of,
+    simulate,
+    simulation,
+)
 
 EPS = 2.0**-24
 
@@ -46,11 +60,11 @@ NOT_FINITE = st.tuples(st.integers(0, 7), st.integers(0, 10**6), st.sampled_from
 STEPS = st.lists(st.tuples(st.integers(-8, 8), st.sampled_from([0.0, 0.9, 1.0]), st.none() | NOT_FINITE), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("name", [*(name for name in SETUPS if name != "large"), "everything"])
+@pytest.mark.parametrize("name", [*(name for name in SETUPS if name != "large"), "everything", *METHODS])
 @given(exact=st.booleans(), steps=STEPS, seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=20)
 def test_nothing_is_lost(name: str, exact: bool, steps: list[Any], seed: int) -> None:
-    tree, n, options = SETUPS.get(name, ("mixed", 3, {"density": 1.0}))
+    tree, n, options = (SETUPS | METHODS).get(name, ("mixed", 3, {"density": 1.0}))
     run = simulation(tree, n, **options)
     rng = np.random.RandomState(seed)
     state = jax.device_get(run.init())
@@ -278,9 +292,9 @@ def test_second_update_compiles_nothing(context: str) -> None:
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
 
 
-@pytest.mark.parametrize("name", ["paper", "momentum", "schedule", "every third", "small leaves dense"])
+@pytest.mark.parametrize("name", ["paper", "momentum", "schedule", "every third", "small leaves dense", *METHODS])
 def test_state_keeps_its_types(name: str) -> None:
-    tree, n, options = SETUPS[name]
+    tree, n, options = (SETUPS | METHODS)[name]
     run = simulation(tree, n, **options)
     state = run.init()
     _, after = jax.eval_shape(run.step, gradients(tree, n, np.zeros), state)

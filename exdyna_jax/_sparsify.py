@@ -17,7 +17,7 @@ from exdyna_jax._checks import check_options, check_params, check_update, worker
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, compare, compare_bytes, dense_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, fitted, make_layout, probe, put, step, takes_part
+from exdyna_jax._layout import Accumulator, Layout, Leaf, accumulator_of, blanks, fitted, make_layout, probe, put, split, step, takes_part
 from exdyna_jax._metrics import Metrics
 
 
@@ -144,18 +144,21 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         indices = jnp.where(done.finite, done.indices, layout.span)  # a skipped step has padding only
 
         rows, values = [], []
-        for leaf, terms in zip(layout.leaves, accumulator.leaves, strict=True):
-            grown, moved = _grow(options.momentum, leaf, terms, done.finite, method.keep)
-            mean = fitted(done.mean, leaf.dtype)
-            rest = done.unsent + (done.mean - mean.astype(done.mean.dtype))  # what the update's dtype can't hold is not lost
-            rows.append((jnp.zeros((1, *leaf.shape), leaf.dtype), grown, *moved))
+        for piece, terms, blank in zip(layout.pieces, accumulator.pieces, blanks(layout, indices), strict=True):
+            grown, moved = _grow(options.momentum, piece.shape, terms, done.finite, method.keep)
+            mean = fitted(done.mean, blank.dtype)
+            rest = done.unsent
+            if mean.dtype != done.mean.dtype:  # what the update's dtype can't hold is not lost
+                rest = rest + (done.mean - mean.astype(done.mean.dtype))
+            rows.append((blank, grown, *moved))
             values.append((mean, rest, *(jnp.zeros_like(rest) for _ in moved)))
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
-        for leaf, (update, residual, *velocity) in zip(layout.leaves, put(layout, indices, rows, values), strict=True):
-            means[leaf.position] = update
-            residuals[leaf.position] = residual
-            for u in velocity:
-                velocities[leaf.position] = u
+        for piece, arrays in zip(layout.pieces, put(layout, indices, rows, values), strict=True):
+            for leaf, update, residual, *velocity in zip(piece.leaves, *(split(piece, array) for array in arrays), strict=True):
+                means[leaf.position] = update
+                residuals[leaf.position] = residual
+                for u in velocity:
+                    velocities[leaf.position] = u
         for leaf, terms, total in zip(layout.dense, accumulator.dense, done.dense, strict=True):
             whole = jnp.where(done.finite, total / workers.size, 0)
             mean = fitted(whole, leaf.dtype)
@@ -180,7 +183,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         finite = psum(local.finite.astype(jnp.int32), workers) == workers.size
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for leaf, terms in zip(layout.leaves + layout.dense, accumulator.leaves + accumulator.dense, strict=True):
-            grown, moved = _grow(options.momentum, leaf, terms, finite)
+            grown, moved = _grow(options.momentum, leaf.shape, terms, finite)
             means[leaf.position] = jnp.zeros((1, *leaf.shape), leaf.dtype)
             residuals[leaf.position] = grown
             for u in moved:
@@ -202,7 +205,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             g, *rest = (column[leaf.position].reshape(-1) for column in columns)
             return (pmean(g.astype(leaf.residual_dtype), fast) if fast else g, *rest)
 
-        accumulator = Accumulator(layout, options.momentum, tuple(map(terms, layout.leaves)), tuple(map(terms, layout.dense)))
+        accumulator = accumulator_of(layout, options.momentum, tuple(map(terms, layout.leaves)), tuple(map(terms, layout.dense)))
         checked = options.nonfinite == "skip"
         checksum = probe(accumulator, 1 if checked else _PROBE_STRIDE)
         return accumulator, Local(checksum, jnp.isfinite(checksum) if checked else jnp.bool(True))
@@ -230,10 +233,10 @@ def _nothing(leaf: Any) -> Any:
 
 
 def _grow(
-    momentum: float | None, leaf: Leaf, terms: tuple[jax.Array, ...], finite: jax.Array, keep: float = 1.0
+    momentum: float | None, shape: tuple[int, ...], terms: tuple[jax.Array, ...], finite: jax.Array, keep: float = 1.0
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Residual, and velocity where there is one, in the state's shape, after this step's gradient; as they were in a skipped step."""
-    terms = tuple(x.reshape(1, *leaf.shape) for x in terms)
+    terms = tuple(x.reshape(1, *shape) for x in terms)
     _, e, *velocity = terms
     fresh = step(momentum, *terms)
     grown = jnp.where(finite, jnp.asarray(keep, e.dtype) * fresh + e, e)

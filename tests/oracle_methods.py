@@ -61,16 +61,16 @@ def gtop_k(a: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sidco_threshold(x: np.ndarray, d: float, stages: int) -> float:
-    """The threshold of one worker, from its magnitudes x."""
+    """The threshold of one worker, from its magnitudes x; positive, so that no zero is sent."""
     x = x.astype(np.float64)
     if stages == 1:
-        return -x.mean() * math.log(d)
+        return max(-x.mean() * math.log(d), 2.0**-126)
     threshold = -x.mean() * math.log(0.25)
     for _ in range(stages - 1):
         above = x[x >= threshold]
         if above.size:
             threshold = -(above.mean() - above.min()) * math.log((d / 0.25) ** (1 / (stages - 1))) + above.min()
-    return threshold
+    return max(threshold, 2.0**-126)
 
 
 def sidco_stages(stages: int, ratios: list[float], d: float) -> int:

@@ -56,7 +56,7 @@ METHODS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "micro": ("odd", 4, {"method": "micro", "density": 0.05}),
     "micro, paper, few slots": ("mixed", 5, {"method": "micro", "density": 0.01, "threshold_rule": "paper", "capacity_factor": 1.0}),
     "deft": ("odd", 4, {"method": "deft", "density": 0.05}),
-    "deft, few slots": ("mixed", 3, {"method": "deft", "density": 0.1, "capacity_factor": 1.0, "momentum": 0.5}),
+    "deft, three workers": ("mixed", 3, {"method": "deft", "density": 0.1, "capacity_factor": 1.0, "momentum": 0.5}),
     "top_k": ("mixed", 4, {"method": "top_k", "density": 0.05, "min_size": 60}),
     "gtop_k": ("odd", 4, {"method": "gtop_k", "density": 0.05, "momentum": 0.5}),
     "gtop_k, seven workers, schedule": ("mixed", 7, {"method": "gtop_k", "density": FALLING, "max_density": 0.3}),

@@ -33,10 +33,10 @@ def _loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _training(check_vma: bool = True, **options: Any) -> tuple[Any, Any]:
+def _training(check_vma: bool = True, method: str = "exdyna", **options: Any) -> tuple[Any, Any]:
     """A jitted training step (params, state, x, y) -> (params, state), and arguments for it."""
     options = {"density": 0.01} | options
-    tx = optax.chain(exdyna_jax.exdyna(axis_name=AXIS, num_workers=N, **options), optax.sgd(0.1, momentum=0.9))
+    tx = optax.chain(getattr(exdyna_jax, method)(axis_name=AXIS, num_workers=N, **options), optax.sgd(0.1, momentum=0.9))
 
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
         _, g = exdyna_jax.local_value_and_grad(_loss, AXIS)(params, x, y)
@@ -75,7 +75,7 @@ def _split(fun: Any, args: Any) -> tuple[list[Any], list[Any]]:
 def _bytes(kind: str, avals: list[Any]) -> float:
     """What one worker sends, by a ring."""
     size = sum(aval.size * aval.dtype.itemsize for aval in avals)
-    return {"all_gather": N - 1, "psum": 2 * (N - 1) / N, "all_to_all": (N - 1) / N}[kind] * size
+    return {"all_gather": N - 1, "psum": 2 * (N - 1) / N, "all_to_all": (N - 1) / N, "ppermute": 1}[kind] * size
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -126,6 +126,29 @@ def test_bytes_as_the_metrics_say(options: dict[str, Any]) -> None:
     _, state = fun(*args)
     assert metrics(state)["bytes_sent"] == pytest.approx(sum(_bytes(kind, avals) for kind, _, avals in always), rel=1e-6)
     assert metrics(state)["bytes_dense"] == pytest.approx(2 * (N - 1) / N * 4 * SIZE, rel=1e-6)
+
+
+OTHER_METHODS = {
+    "micro": ["all_gather", "psum"],
+    "top_k": ["all_gather", "psum"],
+    "hard_threshold": ["all_gather", "psum"],
+    "sidco": ["all_gather", "psum"],
+    "clt_k": ["psum", "psum"],  # of the leader's indices, and of values
+    "deft": ["psum", "all_gather", "psum"],  # the leader's bins before
+    "gtop_k": ["ppermute", "ppermute", "psum", "psum"],  # log2(4) rounds
+}
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_other_methods(method: str) -> None:
+    """Few collectives, none on a condition, none as large as the gradient, and the bytes that the metrics say."""
+    fun, args = _training(method=method)
+    always, sometimes = _split(fun, args)
+    assert [kind for kind, _, _ in always] == OTHER_METHODS[method]
+    assert not sometimes
+    assert max(sum(aval.size for aval in avals) for _, _, avals in always) < SIZE / 4
+    _, state = fun(*args)
+    assert metrics(state)["bytes_sent"] == pytest.approx(sum(_bytes(kind, avals) for kind, _, avals in always), rel=1e-6)
 
 
 def _compiled(program: Any) -> list[tuple[str, int]]:

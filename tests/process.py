@@ -87,8 +87,8 @@ def _here(x: jax.Array) -> np.ndarray:
 
 def by_pmap(n: int) -> list[dict[str, Any]]:
     mine = slice(jax.process_index() * EACH, (jax.process_index() + 1) * EACH)
-    weights = jax.tree.map(lambda x: np.stack([x] * EACH), params())
-    state = jax.pmap(transformation().init, axis_name=AXIS)(weights)
+    copies = jax.tree.map(lambda x: np.stack([x] * EACH), params())
+    weights, state = jax.pmap(lambda params: (params, transformation().init(params)), axis_name=AXIS)(copies)
     step = jax.pmap(train, axis_name=AXIS)
     steps = []
     for t in range(STEPS):

@@ -86,9 +86,9 @@ def _stacked(over: Any) -> list[float]:
     """`pmap` or `vmap`: all that is equal has a row for each worker."""
     tx, step = _trainer("a")
     params = jax.tree.map(lambda x: jnp.stack([x] * N), _params())
-    carry = params, jax.jit(over(tx.init, axis_name="a"))(params) if over is jax.vmap else over(tx.init, axis_name="a")(params)
-    train = over(step, axis_name="a", in_axes=(0, None, 0, 0))
-    train = train if over is jax.pmap else jax.jit(train)
+    jit = (lambda f: f) if over is jax.pmap else jax.jit
+    carry = jit(over(lambda params: (params, tx.init(params)), axis_name="a"))(params)
+    train = jit(over(step, axis_name="a", in_axes=(0, None, 0, 0)))
     data = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), _data())
     losses = []
     for t in range(STEPS):

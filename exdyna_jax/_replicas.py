@@ -35,7 +35,7 @@ def assert_replicas_equal(tree: Any) -> None:
 def _assert_copies_equal(name: str, array: jax.Array) -> None:
     """All processes compare the same digests, so that either none of them raises, or all, and none waits for another."""
     index_of = array.sharding.devices_indices_map(array.shape)
-    devices = list(index_of)
+    devices: list[Any] = list(index_of)
     mine = np.zeros((len(devices), hashlib.sha256().digest_size), np.uint8)
     for shard in array.addressable_shards:
         data = jax.random.key_data(shard.data) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else shard.data

@@ -124,7 +124,7 @@ def _pieces_of(leaves: list[Leaf]) -> tuple[Piece, ...]:
         if leaf.size < _SMALL:
             small.setdefault((leaf.dtype, leaf.residual_dtype), []).append(leaf)
     joined = [tuple(group) for group in small.values() if len(group) > 1]
-    alone = [(leaf,) for leaf in leaves if not any(leaf in group for group in joined)]
+    alone: list[tuple[Leaf, ...]] = [(leaf,) for leaf in leaves if not any(leaf in group for group in joined)]
     return tuple(_piece(group) for group in sorted(joined + alone, key=lambda group: group[0].offset))
 
 

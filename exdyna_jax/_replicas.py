@@ -1,5 +1,6 @@
 """Whether what should be equal on all devices is."""
 
+import hashlib
 from typing import Any
 
 import jax
@@ -32,12 +33,20 @@ def assert_replicas_equal(tree: Any) -> None:
 
 
 def _assert_copies_equal(name: str, array: jax.Array) -> None:
-    first: dict[str, tuple[Any, bytes]] = {}
+    """All processes compare the same digests, so that either none of them raises, or all, and none waits for another."""
+    index_of = array.sharding.devices_indices_map(array.shape)
+    devices: list[Any] = list(index_of)
+    mine = np.zeros((len(devices), hashlib.sha256().digest_size), np.uint8)
     for shard in array.addressable_shards:
-        here = np.asarray(jax.random.key_data(shard.data) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else shard.data).tobytes()
-        device, there = first.setdefault(str(shard.index), (shard.device, here))
-        assert here == there, f"{name}{shard.index} is not the same on {device} and {shard.device}."
-    if jax.process_count() > 1 and array.is_fully_replicated:
-        mine = np.frombuffer(next(iter(first.values()))[1], np.uint8)
-        everyone = multihost_utils.process_allgather(mine)
-        assert (everyone == everyone[0]).all(), f"{name} is not the same in all processes."
+        data = jax.random.key_data(shard.data) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else shard.data
+        mine[devices.index(shard.device)] = np.frombuffer(hashlib.sha256(np.asarray(data).tobytes()).digest(), np.uint8)
+    everyone = mine[None] if jax.process_count() == 1 else multihost_utils.process_allgather(mine)
+    # an array of this process alone is compared with its like in the others if it is the same on all devices here
+    shared = not array.is_fully_addressable or array.is_fully_replicated
+    first: dict[Any, tuple[Any, bytes]] = {}
+    for process, digests in enumerate(everyone):
+        for device, digest in zip(devices, digests, strict=True):
+            if array.is_fully_addressable or device.process_index == process:
+                index = str(index_of[device])
+                holder, there = first.setdefault((index, None if shared else process), (device, digest.tobytes()))
+                assert digest.tobytes() == there, f"{name}{index_of[device]} is not the same on {holder} and {device}, process {process}."

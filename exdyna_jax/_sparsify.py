@@ -26,7 +26,9 @@ class SparsifyState(NamedTuple):
 
     exchanges: jax.Array  # int32 [], steps exchanged so far, skipped ones not counted; replicated
     mini_step: jax.Array  # int32 [], gradients taken into the residual since the last exchange (every_k); replicated
-    residual: Any  # e, the updates' structure, leaves [1, *shape] of at least float32; per worker ([n, *shape] seen from outside)
+    residual: (
+        Any  # e, the updates' structure, leaves [1, *shape] of at least float32, [1] if they take no part; per worker ([n, ...] outside)
+    )
     velocity: Any  # u of momentum correction, like the residual; None without; per worker
     control: Any  # what steers the method's next step; replicated
     metrics: Metrics  # of the last step, for people; replicated
@@ -105,7 +107,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         layout = layout_of(params)
         control, threshold, blocks = method.init(layout, n)
         leaves, treedef = jax.tree.flatten(params)
-        zeros = [jnp.zeros((rows, 0), jnp.float32)] * len(leaves)  # of leaves that take no part
+        zeros = [jnp.zeros(rows, jnp.float32) for _ in leaves]  # of leaves that take no part; not empty, since orbax saves no empty array
         for leaf in layout.leaves + layout.dense:
             zeros[leaf.position] = jnp.zeros((rows, *leaf.shape), leaf.residual_dtype)
         residual = to_varying(jax.tree.unflatten(treedef, zeros), axes)
@@ -115,7 +117,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             residual=residual,
             velocity=None if options.momentum is None else jax.tree.map(jnp.copy, residual),
             control=control,
-            metrics=_no_metrics(layout, n, threshold, blocks),
+            metrics=jax.tree.map(jnp.copy, _no_metrics(layout, n, threshold, blocks)),  # no buffer twice, so that all can be donated
         )
 
     def update(

@@ -42,6 +42,7 @@ SETUPS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one worker": ("odd", 1, {"density": 0.1}),
     "five workers": ("whole", 5, {"density": 0.05, "num_blocks": 64}),
     "more workers than blocks": ("odd", 8, {"density": 0.05, "num_blocks": 3}),
+    "64 workers": ("whole", 64, {"density": 0.1}),
     "low precision": ("mixed", 4, {"density": 0.05}),
     "momentum": ("mixed", 4, {"density": 0.05, "momentum": 0.5}),
     "small leaves dense": ("mixed", 2, {"density": 0.05, "min_size": 65, "momentum": 0.5}),
@@ -80,6 +81,15 @@ def params_of(tree: str) -> Any:
 def gradients(tree: str, n: int, draw: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
     """The gradients of all workers, leaves `[n, *shape]`, filled by `draw(shape)`."""
     return jax.tree.map(lambda s: draw((n, *s.shape)).astype(s.dtype), shapes_of(tree))
+
+
+def whole(rng: np.random.RandomState, exponent: int = 0) -> Any:
+    """Draws small integers times a power of two: sums of a few of them, and halves of the sums, are exact in float32."""
+    return lambda shape: rng.randint(-8, 9, shape) * 2.0**exponent
+
+
+def ordinary(rng: np.random.RandomState, exponent: int = 0, zeros: float = 0) -> Any:
+    return lambda shape: rng.standard_normal(shape) * 2.0**exponent * (rng.random_sample(shape) >= zeros)
 
 
 def mesh(n: int) -> Mesh:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
 import oracle
@@ -178,3 +179,23 @@ def test_same_numbers(context: str, tree: str, options: str) -> None:
             np.testing.assert_array_equal(flat(state.velocity, 1), flat(want_state.velocity, 1))
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), state.control, want_state.control)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state.metrics, want_state.metrics)
+
+
+@pytest.mark.parametrize(
+    ("method", "check_vma"),
+    [("dense", True)] + [pytest.param(*row, marks=pytest.mark.matrix) for row in [("dense", False), ("exdyna", True), ("exdyna", False)]],
+)
+def test_shard_map_without_jit(method: str, check_vma: bool) -> None:
+    """One step: JAX compiles each operation of it alone, in every step anew, so that one of ExDyna takes a minute, whatever the size."""
+    tx = exdyna_jax.dense("a", num_workers=2) if method == "dense" else exdyna_jax.exdyna(0.05, "a", num_workers=2)
+    state = tx.init(np.zeros(100, np.float32))
+    specs = exdyna_jax.state_specs(state, "a")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    step = jax.shard_map(
+        lambda g, state: tx.update(g[0], state), mesh=mesh, in_specs=(P("a"), specs), out_specs=(P(), specs), check_vma=check_vma
+    )
+    g = np.random.RandomState(0).randint(-127, 128, (2, 100)).astype(np.float32)
+    seen, want = step(g, state), jax.jit(step)(g, state)
+    jax.tree.map(np.testing.assert_array_equal, (seen[0], seen[1].residual), (want[0], want[1].residual))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), seen[1], want[1])
+    exdyna_jax.assert_replicas_equal(seen)

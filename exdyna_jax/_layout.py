@@ -124,8 +124,9 @@ def _pieces_of(leaves: list[Leaf]) -> tuple[Piece, ...]:
         if leaf.size < _SMALL:
             small.setdefault((leaf.dtype, leaf.residual_dtype), []).append(leaf)
     joined = [tuple(group) for group in small.values() if len(group) > 1]
-    alone: list[tuple[Leaf, ...]] = [(leaf,) for leaf in leaves if not any(leaf in group for group in joined)]
-    return tuple(_piece(group) for group in sorted(joined + alone, key=lambda group: group[0].offset))
+    taken = set(itertools.chain(*joined))
+    alone = [(leaf,) for leaf in leaves if leaf not in taken]
+    return tuple(_piece(group) for group in sorted([*joined, *alone], key=lambda group: group[0].offset))
 
 
 def _piece(leaves: tuple[Leaf, ...]) -> Piece:

@@ -31,6 +31,11 @@ def lowest_bits(count: jax.Array) -> jax.Array:
     return jnp.where(count >= WORD, ~jnp.uint32(0), some)
 
 
+def place_in(ends: jax.Array, x: jax.Array) -> jax.Array:
+    """int32: how many of the ascending ends are at most x. Unrolled: a search in a loop is a train of kernels on an accelerator."""
+    return jnp.searchsorted(ends, x, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
 def widen(slots: jax.Array, size: int, fill: int) -> jax.Array:
     """More slots, filled up."""
     return jnp.pad(slots, (0, size - slots.size), constant_values=fill)
@@ -55,12 +60,12 @@ def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
 
 def _nth_word(words: jax.Array, group: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Index [slots] of the word in which mark number `rank` of each group falls, and the rank inside that word."""
-    rows = words.reshape(-1, GROUP)
+    row = words.reshape(-1, GROUP)[group]
     index = jnp.zeros_like(rank)
     before = jnp.zeros_like(rank)
     total = jnp.zeros_like(rank)
     for i in range(GROUP - 1):
-        total = total + lax.population_count(rows[group, i]).astype(jnp.int32)
+        total = total + lax.population_count(row[:, i]).astype(jnp.int32)
         beyond = rank >= total
         index = index + beyond.astype(jnp.int32)
         before = jnp.where(beyond, total, before)
@@ -99,7 +104,7 @@ def compact(words: jax.Array, capacity: int, fill: int, turn: jax.Array) -> tupl
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     marked = ends[-1]
     rank = ranks(marked, capacity, turn)
-    group = jnp.minimum(jnp.searchsorted(ends, rank, side="right").astype(jnp.int32), ends.size - 1)
+    group = jnp.minimum(place_in(ends, rank), ends.size - 1)
     word, rank = _nth_word(words, group, rank - (ends[group] - counts[group]))
     index = word * WORD + _nth_bit(words[word], rank)
     slot = jnp.arange(capacity, dtype=jnp.int32)

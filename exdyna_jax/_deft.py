@@ -10,7 +10,7 @@ from jax import lax
 
 from exdyna_jax._checks import check_capacity
 from exdyna_jax._collectives import AxisName, Workers, alike, broadcast
-from exdyna_jax._compact import compact, to_words
+from exdyna_jax._compact import compact, place_in, to_words
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, slots, target, tiers
 from exdyna_jax._exchange import Local, broadcast_bytes
 from exdyna_jax._largest import first_of
@@ -211,6 +211,6 @@ def _whole(layers: Layers, whole: jax.Array, slots: int, span: int) -> jax.Array
     """int32 [slots]: the positions of all elements of some layers, then padding."""
     ends = jnp.cumsum(jnp.where(whole, jnp.asarray(layers.sizes, jnp.int32), 0), dtype=jnp.int32)
     slot = jnp.arange(slots, dtype=jnp.int32)
-    layer = jnp.searchsorted(ends, slot, side="right").astype(jnp.int32)
+    layer = place_in(ends, slot)
     last = jnp.asarray(layers.starts + layers.sizes, jnp.int32)
     return jnp.where(slot < ends[-1], (last - ends).at[layer].get(mode="clip") + slot, span)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from exdyna_jax._collectives import Workers, all_gather, all_to_all, psum
+from exdyna_jax._compact import place_in
 from exdyna_jax._layout import Accumulator, Layout, add, fitted
 from exdyna_jax._wire import index_words, pack_halves, pack_indices, unpack_halves, unpack_indices
 
@@ -97,7 +98,7 @@ def join(rows: jax.Array, filled: jax.Array, fill: int) -> tuple[jax.Array, jax.
     n, capacity = rows.shape
     ends = jnp.cumsum(filled, dtype=jnp.int32)
     slot = jnp.arange(n * capacity, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, slot, side="right").astype(jnp.int32)
+    row = place_in(ends, slot)
     column = slot - (ends - filled).at[row].get(mode="clip")
     return rows.at[row, column].get(mode="fill", fill_value=fill), row
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from exdyna_jax._compact import WORD, lowest_bits, to_words, words_in
+from exdyna_jax._compact import WORD, lowest_bits, place_in, to_words, words_in
 
 _SMALL = 2**16  # elements: leaves with fewer are joined
 _CHUNK = 2**17  # elements that the marking loop takes at a time on CPU: 0.5 MiB fit the cache, and the loop's cost vanishes
@@ -357,7 +357,7 @@ def _bounds(layout: Layout, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int32 [pieces]: the first slot whose ascending index lies in a piece's first leaf or beyond, and the first beyond that leaf."""
     starts = [piece.leaf.offset for piece in layout.pieces]
     ends = [piece.leaf.offset + words_in(piece.leaf.size) * WORD for piece in layout.pieces]
-    at = jnp.searchsorted(indices, jnp.asarray(starts + ends, jnp.int32)).astype(jnp.int32)
+    at = place_in(indices, jnp.asarray(starts + ends, jnp.int32) - 1)
     return at[: len(starts)], at[len(starts) :]
 
 
@@ -367,7 +367,7 @@ def _places(piece: Piece, indices: jax.Array) -> jax.Array:
         offset, size, start = piece.leaf.offset, piece.size, 0
     else:
         table = jnp.asarray([(leaf.offset, leaf.size, start) for leaf, start in zip(piece.leaves, piece.starts, strict=True)], jnp.int32)
-        which = jnp.searchsorted(table[:, 0], indices, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+        which = place_in(table[:, 0], indices) - 1
         offset, size, start = table.at[jnp.maximum(which, 0)].get(mode="clip").T
     inside = (indices >= offset) & (indices < offset + size)
     return jnp.where(inside, indices - offset + start, piece.size)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from exdyna_jax._compact import WORD, words_in
+from exdyna_jax._compact import WORD, place_in, words_in
 
 PAPER_BLOCKS = 1024
 _DEFAULT_BLOCKS = 16384  # fine enough that a layer which holds most of the selected can still be shared out, 64 KiB of state
@@ -92,7 +92,7 @@ def block_counts(grid: Grid, indices: jax.Array) -> jax.Array:
 
 def block_owner(blocks: jax.Array, num_blocks: int) -> jax.Array:
     """int32 [num_blocks]: the partition to which each block belongs."""
-    return jnp.searchsorted(jnp.cumsum(blocks, dtype=jnp.int32), jnp.arange(num_blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return place_in(jnp.cumsum(blocks, dtype=jnp.int32), jnp.arange(num_blocks, dtype=jnp.int32))
 
 
 def _paper_init(grid: Grid, n: int) -> Topology:
@@ -152,7 +152,7 @@ def cut(heat: jax.Array, n: int) -> jax.Array:
     num_blocks = heat.size
     weight = jnp.cumsum(heat + (_EVEN_SHARE / num_blocks) * jnp.sum(heat) + 1e-6)
     goals = weight[-1] * (jnp.arange(1, n, dtype=jnp.float32) / n)
-    after = jnp.searchsorted(weight, goals).astype(jnp.int32)
+    after = jnp.searchsorted(weight, goals, method="scan_unrolled").astype(jnp.int32)
     before = jnp.where(after > 0, weight[jnp.maximum(after - 1, 0)], 0.0)
     nearest = jnp.where(goals - before <= weight[after] - goals, after, after + 1)  # block edge
     least = 1 if num_blocks >= n else 0

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from exdyna_jax._compact import WORD, compact, words_in
+from exdyna_jax._compact import WORD, words_in
 
 _LOW = 16
 
@@ -31,8 +31,11 @@ def unpack_indices(words: jax.Array, capacity: int) -> jax.Array:
     """The inverse: uint32 [index_words] -> int32 [capacity]."""
     halves = _half_words(capacity)
     low = unpack_halves(words[:halves], capacity).astype(jnp.int32)
-    bit, _ = compact(words[halves:], capacity, 0, jnp.int32(0))
-    return (bit - jnp.arange(capacity, dtype=jnp.int32)) << _LOW | low
+    unary = (words[halves:, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None] & 1).astype(jnp.int32).reshape(-1)
+    slot = jnp.cumsum(unary, dtype=jnp.int32) - 1
+    zeros = jnp.arange(slot.size, dtype=jnp.int32) - slot  # how many bits that are not set precede a slot's
+    high = jnp.zeros(capacity, jnp.int32).at[jnp.where(unary == 1, slot, capacity)].set(zeros, mode="drop")
+    return high << _LOW | low
 
 
 def pack_halves(halves: jax.Array) -> jax.Array:

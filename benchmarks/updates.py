@@ -1,0 +1,156 @@
+"""How long an update takes, against the floor that any error feedback needs: what `step.py` and `tree.py` measure.
+
+The floor adds the gradient to the residual in place and writes an update of zeros: it reads two arrays of the gradient's size and writes
+two. Everything is measured in one process on virtual CPU devices, in turns, buffers donated, gradients changing from step to step.
+"""
+
+import argparse
+import ctypes
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import exdyna_jax
+
+AXIS = "data"
+Shapes = Sequence[tuple[int, ...]]
+
+
+class Measured(NamedTuple):
+    """Of one way to update. Memory and copies are those of one device."""
+
+    ms: float
+    floors: float  # ms in units of the floor's
+    compile_s: float
+    temporaries: float  # bytes, as a share of the residual's
+    copies: int  # of arrays of at least 64 KiB, in the compiled program
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what is freed: otherwise an update's fresh pages cost more than the update. Nothing on other systems."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def measure(shapes: Shapes, density: float, workers: int, repeats: int, tell: Callable[[str], None]) -> dict[str, Measured]:
+    """The ways to update a tree of float32 leaves, by name; the first is the floor."""
+    keep_freed_memory()
+    mesh = jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+    gradients = [_gradients(shapes, mesh, seed) for seed in range(3)]
+    ways = {
+        "floor: e + g in place, zeros": None,
+        "exdyna": exdyna_jax.exdyna(density, AXIS, num_workers=workers),
+        'exdyna, nonfinite="propagate"': exdyna_jax.exdyna(density, AXIS, num_workers=workers, nonfinite="propagate"),
+        'exdyna, wire_dtype="bfloat16"': exdyna_jax.exdyna(density, AXIS, num_workers=workers, wire_dtype="bfloat16"),
+        "top_k": exdyna_jax.top_k(density, AXIS, num_workers=workers),
+        "dense": exdyna_jax.dense(AXIS, num_workers=workers),
+    }
+    measured: dict[str, Measured] = {}
+    for name, tx in ways.items():
+        tell(name)
+        state, program, compile_s = _floor(shapes, gradients[0], mesh) if tx is None else _updating(tx, shapes, gradients[0], mesh)
+        ms = _median_ms(program, state, gradients, repeats)
+        floor = ms if tx is None else next(iter(measured.values())).ms
+        size = sum(4 * int(np.prod(shape)) for shape in shapes)
+        temporaries = program.memory_analysis().temp_size_in_bytes / size
+        measured[name] = Measured(ms, ms / floor, compile_s, temporaries, large_copies(program))
+    return measured
+
+
+def _gradients(shapes: Shapes, mesh: Mesh, seed: int) -> list[jax.Array]:
+    def draw(key: jax.Array) -> list[jax.Array]:
+        return [jax.random.normal(jax.random.fold_in(key, i), (mesh.size, *shape)) for i, shape in enumerate(shapes)]
+
+    return jax.jit(draw, out_shardings=NamedSharding(mesh, P(AXIS)))(jax.random.key(seed))
+
+
+def _floor(shapes: Shapes, gradient: Any, mesh: Mesh) -> Any:
+    def update(residual: Any, gradient: Any) -> Any:
+        return [e + g for e, g in zip(residual, gradient, strict=True)], [jnp.zeros((1, *shape)) for shape in shapes]
+
+    sharded = jax.shard_map(update, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    return (jax.tree.map(jnp.copy, gradient), *_compiled(sharded, gradient, gradient))
+
+
+def _updating(tx: Any, shapes: Shapes, gradient: Any, mesh: Mesh) -> Any:
+    def update(state: Any, gradient: Any) -> Any:
+        updates, state = tx.update([g[0] for g in gradient], state)
+        return state, updates
+
+    def init() -> Any:
+        return tx.init([jnp.zeros(shape) for shape in shapes])
+
+    specs = exdyna_jax.state_specs(jax.eval_shape(init), AXIS)
+    state = jax.jit(init, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
+    sharded = jax.shard_map(update, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
+    return (state, *_compiled(sharded, state, gradient))
+
+
+def _compiled(function: Any, state: Any, gradient: Any) -> tuple[Any, float]:
+    """The program that replaces its state, and the seconds that tracing and compiling took."""
+    began = time.perf_counter()
+    program = jax.jit(function, donate_argnums=0).lower(state, gradient).compile()
+    return program, time.perf_counter() - began
+
+
+def _median_ms(program: Any, state: Any, gradients: Sequence[Any], repeats: int) -> float:
+    times = []
+    for step in range(repeats + 3):  # the first steps settle the threshold
+        began = time.perf_counter()
+        state, update = program(state, gradients[step % len(gradients)])
+        jax.block_until_ready((state, update))
+        times.append(time.perf_counter() - began)
+        del update
+    return statistics.median(times[3:]) * 1e3
+
+
+def large_copies(program: Any, least: int = 2**14) -> int:
+    """Copies of arrays of at least so many elements in a compiled program."""
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program.as_text())
+    return sum(int(np.prod([int(extent) for extent in dims.split(",") if extent])) >= least for dims in found)
+
+
+def report(title: str, measured: dict[str, Measured], console: Console) -> None:
+    table = Table("", "ms", "x floor", "compile, s", "temporaries, % of the residual", "large copies", title=title)
+    for name, row in measured.items():
+        figures = (f"{row.ms:.1f}", f"{row.floors:.2f}", f"{row.compile_s:.1f}", f"{row.temporaries * 100:.1f}", str(row.copies))
+        table.add_row(name, *figures)
+    console.print(table)
+
+
+def run(doc: str | None, trees: dict[str, Callable[[], Shapes]]) -> None:
+    """The command line of a benchmark that measures one of some trees."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    first = next(iter(trees))
+    if len(trees) > 1:
+        parser.add_argument("--tree", choices=trees, default=first)
+    parser.add_argument("--density", type=float, default=1e-3)
+    parser.add_argument("--workers", type=int, default=4, help="each on a virtual CPU device")
+    parser.add_argument("--repeats", type=int, default=9, help="steps of which the median counts")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    if args.workers < 1 or not 0 < args.density <= 1 or args.repeats < 1:
+        parser.error(f"workers={args.workers} and repeats={args.repeats} must be positive, density={args.density} in (0, 1]")
+    tree = getattr(args, "tree", first)
+    jax.config.update("jax_num_cpu_devices", args.workers)
+    console = Console()
+    with console.status("compiling") as status:
+        measured = measure(trees[tree](), args.density, args.workers, args.repeats, status.update)
+    report(f"{tree}, {args.workers} workers, density {args.density}", measured, console)
+    if args.json:
+        figures = {name: row._asdict() for name, row in measured.items()}
+        args.json.write_text(json.dumps({"tree": tree, "workers": args.workers, "density": args.density, "measured": figures}, indent=2))

@@ -1,5 +1,10 @@
 """Eight virtual CPU devices, and JAX at its strictest."""
 
+import os
+
+# nearly all the time of the tests goes into compiling programs that run for a moment: machine code is not optimised
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+
 import hypothesis
 import jax
 

@@ -1,14 +1,10 @@
 """Eight virtual CPU devices, and JAX at its strictest."""
 
-import os
-
-# nearly all the time of the tests goes into compiling programs that run for a moment: machine code is not optimised
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
-
 import hypothesis
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # nearly all the time goes into compiling what runs for a moment
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

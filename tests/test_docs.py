@@ -67,7 +67,7 @@ def run(page: Path, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "PYTHONWARNINGS"))}
     environment |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_concurrency_optimized_scheduler=false",  # else devices may differ in the order of collectives
+        "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # else devices may differ in the order of collectives
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # nearly all the time goes into compiling
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }

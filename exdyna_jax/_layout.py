@@ -415,4 +415,4 @@ def probe(accumulator: Accumulator, stride: int) -> jax.Array:
     gradients = [terms[0] for terms in accumulator.pieces + accumulator.dense]
     dtype = widest(accumulator.layout.dtype, *(g.dtype for g in gradients))
     scale = jnp.asarray(2.0**-30, dtype)
-    return jnp.sum(jnp.stack([jnp.sum(g[::stride].astype(dtype) * scale) for g in gradients]))
+    return sum((jnp.sum(g[::stride].astype(dtype) * scale) for g in gradients), start=jnp.zeros((), dtype))

@@ -13,7 +13,6 @@ import pytest
 
 import exdyna_jax
 import oracle_methods
-from exdyna_jax._layout import Accumulator, make_layout, marks
 from simulate import AXIS, METHODS, compilations, flat, gradients, metrics, simulate, simulation
 
 SHAPES = {"a": (5, 7), "b": (64,), "c": (101,)}
@@ -36,23 +35,6 @@ def _compare(t: int, update: Any, state: Any, want: tuple[np.ndarray, np.ndarray
     np.testing.assert_array_equal(flat(update) != 0, mean != 0, f"step {t}")
     np.testing.assert_allclose(flat(update), mean.astype(np.float32), rtol=0, atol=bound, err_msg=f"step {t}")
     np.testing.assert_array_equal(flat(state.residual, 1), residual, f"step {t}")
-
-
-def test_marks_are_cut_to_the_bit() -> None:
-    """Also where a leaf is marked chunk by chunk, and where a range ends in what fills up a leaf's last word."""
-    sizes = (3 * 2**17 + 5, 33, 64)
-    layout = make_layout([jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes], None, 0)
-    rng = np.random.RandomState(0)
-    leaves = [rng.standard_normal(size).astype(np.float32) for size in sizes]
-    want = np.zeros(layout.span, bool)
-    for leaf, values in zip(layout.leaves, leaves, strict=True):
-        want[leaf.offset : leaf.offset + leaf.size] = np.abs(values) >= 1
-    accumulator = Accumulator(layout, None, tuple((jnp.asarray(x), jnp.zeros_like(x)) for x in leaves), ())
-    marked = jax.jit(lambda start, stop: marks(accumulator, jnp.float32(1), start, stop))
-    for start, stop in [(0, layout.span), (5, 6), (31, 33), (2**17 - 1, 2**18 + 7), (100, 100), (3 * 2**17, layout.span - 63), (40, 64)]:
-        words = np.asarray(marked(jnp.int32(start), jnp.int32(stop)))
-        got = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
-        np.testing.assert_array_equal(got, want & (np.arange(layout.span) >= start) & (np.arange(layout.span) < stop))
 
 
 def test_micro_partitions_are_equal_in_elements() -> None:

@@ -149,7 +149,7 @@ def test_another_number_of_workers(resumable: Path) -> None:
         ("--seed=1", r"seed=0, not 1"),
         ("--batch=9", r"batch=8, not 9"),
         ("--steps=30", r"steps=20, not 30"),
-        ("--optimizer=adamw", r"optimizer='sgd', not 'adamw'; learning_rate=0\.1, not 0\.003"),
+        ("--optimizer=adamw", r"optimizer='sgd', not 'adamw'; learning_rate=0\.1, not 0\.01"),
         ("--learning-rate=0.2", r"learning_rate=0\.1, not 0\.2"),
         ("--momentum=0", r"momentum=0\.9, not 0\.0"),
     ],

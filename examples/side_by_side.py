@@ -132,7 +132,7 @@ def plot(path: Path, everything: Sequence[Compared]) -> None:
     first = everything[0].runs[0]
     seeds = f"mean of {len(everything[0].runs)} seeds, band: their range" if len(everything[0].runs) > 1 else f"seed {first.seed}"
     figure = Figure(figsize=(15, 9.2), layout="constrained")
-    figure.suptitle(f"{first.task}, {first.workers} workers, {seeds}; running means of {_SMOOTH} steps")
+    figure.suptitle(f"{first.task}, {first.workers} workers, {seeds}; running means of {_width(first.steps)} steps")
     panels = figure.subplots(2, 3, sharex=True)
     curves: list[tuple[str, Callable[[Result], Any]]] = [
         ("training loss", lambda run: run.history["loss"]),
@@ -207,7 +207,11 @@ def _draw(panel: Axes, title: str, everything: list[tuple[Compared, list[np.ndar
         )
 
 
+def _width(steps: int) -> int:
+    return min(_SMOOTH, max(steps // 4, 1))
+
+
 def _running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    width = min(_SMOOTH, max(values.size // 4, 1))
+    width = _width(values.size)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.convolve(values, np.full(width, 1 / width), "valid") if values.size else values

@@ -51,7 +51,7 @@ def selection_ms(method: str, make: Make, density: float, params: Any, n: int, r
     tx = make(density, _AXIS, num_workers=n, nonfinite="propagate")
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    gradient = treedef.unflatten([jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
+    gradient = jax.tree.unflatten(treedef, [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
     state = jax.jit(lambda params: _own(tx.init(params)))(gradient)
     jaxpr, results = _trace(tx, params, state, n)
     control, structure = jax.tree.flatten(results[1].control)
@@ -60,7 +60,7 @@ def selection_ms(method: str, make: Make, density: float, params: Any, n: int, r
 
     steer = jax.jit(lambda *args: _evaluate(jaxpr, n, control, *args))
     select = jax.jit(lambda *args: _evaluate(jaxpr, n, indices, *args))
-    state = state._replace(control=structure.unflatten(steer(gradient, state)))  # still the step that worker 0 leads
+    state = state._replace(control=jax.tree.unflatten(structure, steer(gradient, state)))  # still the step that worker 0 leads
     jax.block_until_ready(select(gradient, state))
     times = []
     for _ in range(repeats):

@@ -195,8 +195,8 @@ def _draw(panel: Axes, title: str, everything: list[tuple[Compared, list[np.ndar
         if each.diverged and seen.size:
             panel.plot(steps[seen[-1]], mean[seen[-1]], "x", color=style.color, markersize=12, markeredgewidth=3)
     panel.set_yscale("log")
-    low, high = panel.get_ylim()
-    decades = math.log10(high / low)
+    bottom, top = panel.get_ylim()
+    decades = math.log10(top / bottom)
     panel.yaxis.set_major_locator(MaxNLocator(6) if decades < 1 else LogLocator(subs=(1, 2, 5) if decades < 2 else (1,)))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_locator(NullLocator())

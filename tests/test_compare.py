@@ -42,33 +42,34 @@ def run(folder: Path, *arguments: str) -> Run:
         patch.setenv("COLUMNS", "120")
         with (folder / "out.txt").open("w") as out:
             patch.setattr(sys, "stdout", out)
-            compare.main()
+            with jax.numpy_dtype_promotion("standard"):  # optax's schedules ask for it
+                compare.main()
     return Run(folder, (folder / "out.txt").read_text(), json.loads((folder / "out.json").read_text()))
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("compared")
-    return run(folder, "--methods=micro,dense", "--workers=2", "--steps=6", "--batch=8", "--seeds=3,4", "--learning-rate=0.05")
+    return run(folder, "--methods=gtop_k,dense", "--workers=2", "--steps=6", "--batch=8", "--seeds=3,4", "--learning-rate=0.05")
 
 
 def test_json(compared: Run) -> None:
     summary, runs = compared.figures["summary"], compared.figures["runs"]
-    assert [row["method"] for row in summary] == ["micro", "dense"]
+    assert [row["method"] for row in summary] == ["gtop_k", "dense"]
     assert all(set(row) == SUMMARY for row in summary)
-    assert [(each["method"], each["seed"]) for each in runs] == [("micro", 3), ("micro", 4), ("dense", 3), ("dense", 4)]
-    micro, dense = summary
-    assert micro["accuracy"] == pytest.approx(np.mean([each["accuracy"] for each in runs[:2]]))
-    assert micro["selection_ms"] > 0
+    assert [(each["method"], each["seed"]) for each in runs] == [("gtop_k", 3), ("gtop_k", 4), ("dense", 3), ("dense", 4)]
+    gtop_k, dense = summary
+    assert gtop_k["accuracy"] == pytest.approx(np.mean([each["accuracy"] for each in runs[:2]]))
+    assert gtop_k["selection_ms"] > 0
     assert dense["selection_ms"] is None
-    assert 0 < micro["bytes_per_step"] < dense["bytes_per_step"] / 10
+    assert 0 < gtop_k["bytes_per_step"] < dense["bytes_per_step"] / 10
     assert dense["build_up"] == dense["density"] == 1
     assert all(len(values) == 6 for values in runs[0]["history"].values())
 
 
 def test_table(compared: Run) -> None:
     assert "\x1b" not in compared.output
-    assert re.search(r"│ micro +│ +\d+\.\d\d% ± \d+\.\d\d% │", compared.output)
+    assert re.search(r"│ gtop_k +│ +\d+\.\d\d% ± \d+\.\d\d% │", compared.output)
     assert "run 4/4: dense, seed 4" in compared.output
     assert "step 6/6  loss " in compared.output
 
@@ -133,7 +134,7 @@ def test_workers_that_hold_the_same_build_nothing_up() -> None:
     assert point.build_up_first == 1
 
 
-@pytest.mark.parametrize("method", ["micro", "deft", "gtop_k"])
+@pytest.mark.parametrize("method", ["micro", "gtop_k"])
 def test_bytes_are_those_that_the_metrics_report(method: str) -> None:
     make = train.METHODS[method].make
     tx = make(0.05, "data", num_workers=3)

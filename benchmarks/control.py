@@ -1,9 +1,10 @@
-"""How close the density comes to the one asked for, how even the partitions are, and what overflows: ExDyna's default rules and capacity.
+"""How close the density comes to the one asked for, how even the partitions are, what overflows and what is padded: ExDyna and its rivals.
 
 Workers are simulated on one device with `vmap`. Gradients are normal, correlated between workers, in layers of random sizes with scales
-log-uniform over three decades, and drift by 30 % over time. The rival is the published pair of rules (`--rule paper`).
+log-uniform over three decades, and drift by 30 % over time. The rivals are the published pair of rules (`--rule paper`), and MiCRO, which
+does not balance (`--method micro`).
 
-    python benchmarks/control.py [--workers 4 16] [--density 0.01 0.001] [--scale 1e-6 1e-3 1 1e3] [--json FILE]
+    python benchmarks/control.py [--method exdyna] [--workers 4 16] [--density 0.01 0.001] [--scale 1e-6 1e-3 1 1e3] [--json FILE]
 """
 
 import argparse
@@ -21,7 +22,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from exdyna_jax import exdyna, metrics
+from exdyna_jax import exdyna, metrics, micro
+from exdyna_jax._density import slots
 
 LAYERS = 40
 CORRELATION = 0.3
@@ -37,9 +39,12 @@ def layer_scales(size: int, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.repeat(10 ** rng.uniform(-4, -1, LAYERS), sizes).astype(np.float32)
 
 
-def make_step(workers: int, density: float, scale: float, rule: str, layers: jax.Array) -> tuple[Any, Callable[..., Any]]:
+def make_step(method: str, workers: int, density: float, scale: float, rule: str, layers: jax.Array) -> tuple[Any, Callable[..., Any]]:
     """The state of all workers, and a jitted `(state, t, key) -> state` that draws gradients and updates."""
-    tx = exdyna(density, "worker", num_workers=workers, threshold_rule=rule, balance=rule)
+    if method == "exdyna":
+        tx = exdyna(density, "worker", num_workers=workers, threshold_rule=rule, balance=rule)
+    else:
+        tx = micro(density, "worker", num_workers=workers, threshold_rule=rule)
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: Any, t: jax.Array, key: jax.Array) -> Any:
@@ -59,17 +64,22 @@ def make_step(workers: int, density: float, scale: float, rule: str, layers: jax
     return tx.init(layers), step
 
 
-def measure(workers: int, density: float, scale: float, rule: str, size: int, seed: int, advance: Callable[[], None]) -> dict[str, float]:
-    state, step = make_step(workers, density, scale, rule, jnp.asarray(layer_scales(size, seed)))
+def measure(
+    method: str, workers: int, density: float, scale: float, rule: str, size: int, seed: int, advance: Callable[[], None]
+) -> dict[str, Any]:
+    state, step = make_step(method, workers, density, scale, rule, jnp.asarray(layer_scales(size, seed)))
     key = jax.random.key(seed, impl="unsafe_rbg")
+    buffer = workers * slots(density * size, workers, 1.5, size)
     rows = []
     for t in range(STEPS):
         state = step(state, jnp.int32(t), key)
         now = metrics(state)
-        rows.append([float(now["density"]) / density, float(now["imbalance"]), float(now["overflow"]) / max(float(now["selected"]), 1)])
+        overflow = float(now["overflow"]) / max(float(now["selected"]), 1)
+        rows.append([float(now["density"]) / density, float(now["imbalance"]), overflow, 1 - float(now["sent"]) / buffer])
         advance()
-    obtained, imbalance, overflow = np.array(rows).T
+    obtained, imbalance, overflow, padding = np.array(rows).T
     return {
+        "method": method,
         "workers": workers,
         "density": density,
         "scale": scale,
@@ -78,11 +88,16 @@ def measure(workers: int, density: float, scale: float, rule: str, size: int, se
         "highest": float(obtained.max()),
         "imbalance": float(imbalance[SETTLED:].mean()),
         "overflow": float(overflow[FIRST:].max()),
+        "overflow_mean": float(overflow[SETTLED:].mean()),
+        # of the slots as they are, and were all buffers as long as the busiest worker's
+        "padding": float(padding[SETTLED:].mean()),
+        "padding_to_busiest": float((1 - 1 / np.maximum(imbalance[SETTLED:], 1)).mean()),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--method", choices=["exdyna", "micro"], nargs="+", default=["exdyna"])
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--scale", type=float, nargs="+", default=[1e-6, 1e-3, 1.0, 1e3], help="of all gradients")
@@ -93,18 +108,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.size < LAYERS or min(args.workers) < 1:
         parser.error(f"size={args.size} must be at least {LAYERS}, workers={args.workers} positive")
-    cases = list(itertools.product(args.workers, args.density, args.scale))
+    cases = list(itertools.product(args.method, args.workers, args.density, args.scale))
     figures = []
     with Progress() as progress:
         task = progress.add_task("steps", total=len(cases) * STEPS)
-        for workers, density, scale in cases:
-            figures.append(measure(workers, density, scale, args.rule, args.size, args.seed, partial(progress.advance, task)))
+        for method, workers, density, scale in cases:
+            figures.append(measure(method, workers, density, scale, args.rule, args.size, args.seed, partial(progress.advance, task)))
             if args.json:
                 args.json.write_text(json.dumps({"rule": args.rule, "size": args.size, "seed": args.seed, "figures": figures}, indent=2))
-    table = Table("workers", "density", "scale", "mean / asked", "mean abs. error", "highest", "imbalance", "overflow")
+    headings = "method", "workers", "density", "scale", "mean / asked", "mean abs. error", "highest", "imbalance"
+    table = Table(*headings, "overflow,\nhighest", "overflow,\nmean", "padding", "padding,\nto the busiest")
     for row in figures:
-        shares = (f"{row['error']:.1%}", f"{row['highest']:.2f}", f"{row['imbalance']:.3f}", f"{row['overflow']:.2%}")
-        table.add_row(f"{row['workers']}", f"{row['density']:g}", f"{row['scale']:g}", f"{row['mean']:.3f}", *shares)
+        case = (row["method"], f"{row['workers']}", f"{row['density']:g}", f"{row['scale']:g}", f"{row['mean']:.3f}")
+        shares = (f"{row[name]:.2%}" for name in ("overflow", "overflow_mean", "padding", "padding_to_busiest"))
+        table.add_row(*case, f"{row['error']:.1%}", f"{row['highest']:.2f}", f"{row['imbalance']:.3f}", *shares)
     Console().print(table)
 
 

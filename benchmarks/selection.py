@@ -1,15 +1,16 @@
 """Selection on one device: marks and compaction against its rivals, and the share of one worker of several.
 
 Every row is a ratio within one run. The rivals are `lax.top_k`, `lax.approx_max_k` and `jnp.nonzero(size=)`; the floor is one pass over the
-data, `jnp.sum(jnp.abs(x))`.
+data, `jnp.sum(jnp.abs(x))`. The second table times all that one worker of n does until its indices are ready to be sent, alone.
 
-    python benchmarks/selection.py [--size 25600000] [--density 0.001] [--repeats 7] [--json FILE]
+    python benchmarks/selection.py [--size 25600000] [--density 0.001] [--workers 1 2 4 8] [--repeats 7] [--json FILE]
 """
 
 import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,13 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from alone import selection_ms
 from exdyna_jax._compact import compact, to_words
+from train import METHODS
+
+SHARED = ("exdyna", "micro", "deft", "top_k")  # methods of the second table
 
 
 def median_ms(function: Callable[..., Any], *args: Any, repeats: int) -> float:
@@ -51,6 +58,21 @@ def measure(size: int, density: float, repeats: int) -> dict[str, float]:
     return {name: median_ms(jax.jit(way), x, threshold, repeats=repeats) for name, way in ways.items()}
 
 
+def measure_share(method: str, size: int, density: float, workers: list[int], repeats: int) -> dict[int, float]:
+    """Milliseconds until one worker of n has selected, for each n."""
+    params = jax.ShapeDtypeStruct((size,), jnp.float32)
+    return {n: selection_ms(method, METHODS[method].make, density, params, n, repeats) for n in workers}
+
+
+def report_share(figures: dict[str, dict[int, float]], console: Console) -> None:
+    workers = list(next(iter(figures.values())))
+    table = Table("ms, one worker of", *(str(n) for n in workers), *(f"{n} / {workers[0]}" for n in workers[1:]))
+    for method, row in figures.items():
+        times = list(row.values())
+        table.add_row(method, *(f"{ms:.2f}" for ms in times), *(f"{ms / times[0]:.3f}" for ms in times[1:]))
+    console.print(table)
+
+
 def report(figures: dict[str, float], console: Console) -> None:
     floor, ours = list(figures.values())[:2]
     table = Table("", "ms", "x floor", "x ours")
@@ -63,17 +85,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=25_600_000, help="elements")
     parser.add_argument("--density", type=float, default=1e-3, help="share of them to select")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="of which one selects, in the second table")
     parser.add_argument("--repeats", type=int, default=7, help="calls of which the median counts")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if args.size < 1 or not 0 < args.density <= 1 or args.repeats < 1:
-        parser.error(f"size={args.size} and repeats={args.repeats} must be positive, density={args.density} in (0, 1]")
+    if min(args.size, args.repeats, *args.workers) < 1 or not 0 < args.density < 1:
+        parser.error(f"size={args.size}, repeats={args.repeats}, workers={args.workers} must be positive, density={args.density} in (0, 1)")
+    console = Console()
     figures = measure(args.size, args.density, args.repeats)
-    report(figures, Console())
+    report(figures, console)
+    shares = {method: measure_share(method, args.size, args.density, args.workers, args.repeats) for method in SHARED}
+    report_share(shares, console)
     if args.json:
-        args.json.write_text(
-            json.dumps({"size": args.size, "density": args.density, "device": str(jax.devices()[0]), "ms": figures}, indent=2)
-        )
+        asked = {"size": args.size, "density": args.density, "device": str(jax.devices()[0])}
+        args.json.write_text(json.dumps(asked | {"ms": figures, "share_ms": shares}, indent=2))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ def table(result: Result) -> Table:
     return shown
 
 
-def write_json(path: Path, result: Result) -> None:
-    """Writes all figures as strict JSON: what is not a finite number becomes null."""
+def write_json(path: Path, figures: dict[str, Any]) -> None:
+    """Writes figures as strict JSON: what is not a finite number becomes null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -105,7 +105,7 @@ def write_json(path: Path, result: Result) -> None:
             return [plain(inner) for inner in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    path.write_text(json.dumps(plain(asdict(result)), allow_nan=False) + "\n")
+    path.write_text(json.dumps(plain(figures), allow_nan=False) + "\n")
 
 
 def plot(path: Path, result: Result) -> None:

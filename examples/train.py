@@ -23,7 +23,21 @@ from rich.console import Console
 
 from checkpoint import Log, Saves
 from cli import Parser, output_file, picture_file
-from exdyna_jax import dense, exdyna, local_value_and_grad, metrics, reshard, state_specs
+from exdyna_jax import (
+    clt_k,
+    deft,
+    dense,
+    exdyna,
+    gtop_k,
+    hard_threshold,
+    local_value_and_grad,
+    metrics,
+    micro,
+    reshard,
+    sidco,
+    state_specs,
+    top_k,
+)
 from report import History, Result, plot, progress, table, write_json
 from workloads import TASKS, Batch, Columns, Task, count, held_out_batches, load_task, training_batches
 
@@ -40,6 +54,13 @@ class Method(NamedTuple):
 
 METHODS = {
     "exdyna": Method(exdyna),
+    "micro": Method(micro),
+    "deft": Method(deft),
+    "top_k": Method(top_k),
+    "gtop_k": Method(gtop_k),
+    "clt_k": Method(clt_k),
+    "hard_threshold": Method(hard_threshold),
+    "sidco": Method(sidco),
     "dense": Method(lambda density, axis_name, **options: dense(axis_name, **options), thins=False),
 }
 
@@ -275,7 +296,7 @@ def main() -> None:
             result = train(settings, show, saves)
         console.print(table(result))
         if json_file:
-            write_json(json_file, result)
+            write_json(json_file, asdict(result))
         if plot_file:
             plot(plot_file, result)
 

@@ -14,5 +14,7 @@ from exdyna_jax._state import metrics as metrics
 from exdyna_jax._state import reshard as reshard
 from exdyna_jax._state import state_specs as state_specs
 from exdyna_jax._top_k import top_k as top_k
+from exdyna_jax._traffic import assert_sparse_traffic as assert_sparse_traffic
+from exdyna_jax._traffic import traffic as traffic
 
 __version__ = "0.1.0"

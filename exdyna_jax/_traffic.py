@@ -173,7 +173,7 @@ def _jaxpr(fn: Any, args: tuple[Any, ...], sizes: dict[str, int]) -> Any:
     if isinstance(fn, jax.stages.Traced):
         return fn.jaxpr.jaxpr
     try:
-        if hasattr(fn, "trace") and not sizes:  # a jitted function knows its static arguments
+        if isinstance(fn, jax.stages.Wrapped) and not sizes:  # a jitted function knows its static arguments
             return fn.trace(*args).jaxpr.jaxpr
         return jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args).jaxpr
     except NameError as error:

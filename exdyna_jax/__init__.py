@@ -8,11 +8,14 @@ from exdyna_jax._gradients import local_value_and_grad as local_value_and_grad
 from exdyna_jax._gtop_k import gtop_k as gtop_k
 from exdyna_jax._hard_threshold import hard_threshold as hard_threshold
 from exdyna_jax._micro import micro as micro
+from exdyna_jax._plan import plan as plan
 from exdyna_jax._replicas import assert_replicas_equal as assert_replicas_equal
 from exdyna_jax._sidco import sidco as sidco
 from exdyna_jax._state import metrics as metrics
 from exdyna_jax._state import reshard as reshard
 from exdyna_jax._state import state_specs as state_specs
 from exdyna_jax._top_k import top_k as top_k
+from exdyna_jax._traffic import assert_sparse_traffic as assert_sparse_traffic
+from exdyna_jax._traffic import traffic as traffic
 
 __version__ = "0.1.0"

@@ -160,8 +160,13 @@ def reduce_bytes(values: int, scalars: int, layout: Layout, n: int) -> float:
     if layout.wire is None:
         buffer: Any = 2 / n * (values + scalars + 1) * jnp.dtype(layout.dtype).itemsize
     else:
-        buffer = (2 * -(-values // n // 2) + scalars + 1) * 4
+        buffer = 2 * share_bytes(values, n) + (scalars + 1) * 4
     return (n - 1) * (buffer + 2 / n * sum(leaf.size * jnp.dtype(leaf.residual_dtype).itemsize for leaf in layout.dense))
+
+
+def share_bytes(values: int, n: int) -> int:
+    """Bytes of the rounded values that one worker owns, two to a word."""
+    return -(-values // n // 2) * 4
 
 
 def dense_bytes(layout: Layout, n: int) -> float:

@@ -131,16 +131,13 @@ def _merge_along(axis: str, mine: Entries, k: jax.Array, span: int) -> tuple[Ent
     The workers from the largest power of two on hand their list to a partner, and get the outcome from it.
     """
     size, rank = place_along(axis)
-    rounds = size.bit_length() - 1
-    power = 2**rounds
-    beyond = [(r + power if r + power < size else r) if r < power else r - power for r in range(size)]
+    power, beyond, rounds = pairings(size)
     merged = mine
     if size > power:
         joined = _merge(mine, _unpack(swap(_pack(mine), beyond, axis), mine), k, span)
         merged = Entries(*(jnp.where(rank < size - power, x, y) for x, y in zip(joined, mine, strict=True)))
     survivors = merged.indices
-    for i in range(rounds):
-        partners = [r ^ 2**i if r < power else r for r in range(size)]
+    for partners in rounds:
         merged = _merge(merged, _unpack(swap(_pack(merged), partners, axis), merged), k, span)
         survivors = jnp.where(_among(survivors, merged.indices, span), survivors, span)
     if size > power:
@@ -180,12 +177,22 @@ def _unpack(words: jax.Array, like: Entries) -> Entries:
     return Entries(words[:k], lax.bitcast_convert_type(bits[:, 0] if dtype.itemsize == 4 else bits, dtype))
 
 
+def pairings(size: int) -> tuple[int, list[int], list[list[int]]]:
+    """The largest power of two, everyone's partner across it, and everyone's partner in each round of the butterfly below it."""
+    depth = size.bit_length() - 1
+    power = 2**depth
+    beyond = [(r + power if r + power < size else r) if r < power else r - power for r in range(size)]
+    return power, beyond, [[r ^ 2**i if r < power else r for r in range(size)] for i in range(depth)]
+
+
+def swaps(k: int, dtype: Any, size: int) -> list[tuple[int, list[int]]]:
+    """Swap by swap, the bytes that a worker hands to its partner, and everyone's partner."""
+    entry = 4 + jnp.dtype(dtype).itemsize
+    power, beyond, rounds = pairings(size)
+    butterfly = [(k * entry, partners) for partners in rounds]
+    return butterfly if size == power else [(k * entry, beyond), *butterfly, (k * (entry + 4), beyond)]
+
+
 def merge_bytes(k: int, dtype: Any, workers: Workers) -> int:
     """Bytes that a worker with a partner in every round sends."""
-    entry = 4 + jnp.dtype(dtype).itemsize
-    total = 0
-    for axis in workers.axes:
-        size, _ = place_along(axis)
-        rounds = size.bit_length() - 1
-        total += k * (entry * rounds + (2 * entry + 4 if size > 2**rounds else 0))
-    return total
+    return sum(size for axis in workers.axes for size, _ in swaps(k, dtype, place_along(axis)[0]))

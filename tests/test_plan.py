@@ -220,7 +220,7 @@ def test_work_is_measured_if_not_given() -> None:
         ({"selection": {"topk": 1}}, "names 'topk', which is none of dense, top_k"),
         ({"selection": -1}, "-1 is not a number of milliseconds"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_bad_input(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):

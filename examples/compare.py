@@ -121,7 +121,13 @@ def main() -> None:
         if simulating:
             asked = scale.Scale(tuple(given.pop("methods", _SCALED)), **given)
             with _bar(console, len(asked.methods) * len(asked.workers)) as (tell, advance):
-                points = scale.simulate(asked, tell, advance)
+
+                def keep(points: list[scale.Point]) -> None:
+                    advance()
+                    if json_file:  # as they come: it takes minutes
+                        write_json(json_file, scale.figures(asked, points))
+
+                points = scale.simulate(asked, tell, keep)
             console.print(scale.table(asked, points))
             figures, draw = scale.figures(asked, points), partial(scale.plot, scale=asked, points=points)
         else:

@@ -81,14 +81,16 @@ def expected(density: float, n: int) -> float:
     return (1 - (1 - density) ** n) / density
 
 
-def simulate(scale: Scale, tell: Callable[[str], None] = lambda what: None, advance: Callable[[], None] = lambda: None) -> list[Point]:
-    """All points, method by method. Is told what is being done, and when one is."""
-    points = []
+def simulate(
+    scale: Scale, tell: Callable[[str], None] = lambda what: None, keep: Callable[[list[Point]], None] = lambda points: None
+) -> list[Point]:
+    """All points, method by method. `tell` hears what is being done, and `keep` sees those that are."""
+    points: list[Point] = []
     for method in scale.methods:
         for n in scale.workers:
             tell(f"{method}, {n} workers")
             points.append(_point(scale, method, n))
-            advance()
+            keep(points)
     return points
 
 

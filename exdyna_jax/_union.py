@@ -62,7 +62,7 @@ def exchange_union(
         control=None,
         selected=message.counts,
         sent=sent,
-        overflow=jnp.minimum(jnp.sum(waiting, dtype=jnp.int32) + found - sent, _MOST - sent),
+        overflow=jnp.minimum(jnp.sum(waiting, dtype=jnp.int32) + found - sent, layout.size - sent),  # those that wait may be the same
         threshold=None if threshold is None else jnp.min(message.thresholds).astype(threshold.dtype),
         blocks=None,
         identical=message.identical,

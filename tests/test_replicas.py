@@ -72,7 +72,7 @@ def _on_mesh(kind: AxisType, check: bool, sizes: tuple[int, ...] = (N,), scan: b
             losses = []
             for t in range(STEPS):
                 carry, loss = train(carry, jnp.int32(t), *data)
-                losses.append(loss)
+                losses.append(float(loss))  # waits: XLA for CPU hangs if it is more than 32 programs behind
     assert carry[0]["w"].sharding.num_devices == N
     exdyna_jax.assert_replicas_equal(carry)
     return [float(loss) for loss in losses]
@@ -93,7 +93,7 @@ def _stacked(over: Any) -> list[float]:
     losses = []
     for t in range(STEPS):
         carry, loss = train(carry, jnp.int32(t), *data)
-        losses.append(loss[0])
+        losses.append(float(loss[0]))
     params, (ours, momentum) = carry
     for leaf in jax.tree.leaves((params, ours._replace(residual=None), momentum)):
         rows = np.asarray(leaf)

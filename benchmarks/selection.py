@@ -31,15 +31,16 @@ from train import METHODS
 SHARED = ("exdyna", "micro", "deft", "top_k")  # methods of the second table
 
 
-def median_ms(function: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """Median wall time in milliseconds, after one call that compiles."""
-    jax.block_until_ready(function(*args))
-    times = []
+def medians_ms(ways: dict[str, Callable[..., Any]], *args: Any, repeats: int) -> dict[str, float]:
+    """Median wall time of each in milliseconds. In turns, so that a slow moment meets all alike, and each right after a call of its own."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+        for name, way in ways.items():
+            jax.block_until_ready(way(*args))
+            start = time.perf_counter()
+            jax.block_until_ready(way(*args))
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
 
 
 def measure(size: int, density: float, repeats: int) -> dict[str, float]:
@@ -55,7 +56,7 @@ def measure(size: int, density: float, repeats: int) -> dict[str, float]:
         "lax.approx_max_k": lambda x, t: lax.approx_max_k(jnp.abs(x), k)[1],
         "jnp.nonzero(size=)": lambda x, t: jnp.nonzero(jnp.abs(x) >= t, size=capacity, fill_value=size)[0],
     }
-    return {name: median_ms(jax.jit(way), x, threshold, repeats=repeats) for name, way in ways.items()}
+    return medians_ms({name: jax.jit(way) for name, way in ways.items()}, x, threshold, repeats=repeats)
 
 
 def measure_share(method: str, size: int, density: float, workers: list[int], repeats: int) -> dict[int, float]:

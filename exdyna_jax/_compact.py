@@ -5,6 +5,8 @@ group of 32 words, and only these few counts get a running sum. Each output slot
 in that group, the bit in that word. The walk touches `capacity` slots, not the array.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,8 +34,15 @@ def lowest_bits(count: jax.Array) -> jax.Array:
 
 
 def place_in(ends: jax.Array, x: jax.Array) -> jax.Array:
-    """int32: how many of the ascending ends are at most x. Unrolled: a search in a loop is a train of kernels on an accelerator."""
-    return jnp.searchsorted(ends, x, side="right", method="scan_unrolled").astype(jnp.int32)
+    """int32: how many of the ascending ends are at most x.
+
+    Unrolled on accelerators, where a search in a loop is a train of kernels; a loop on CPU, where the fused steps take twice as long.
+    """
+
+    def search(method: str) -> Any:
+        return lambda ends, x: jnp.searchsorted(ends, x, side="right", method=method).astype(jnp.int32)
+
+    return lax.platform_dependent(ends, x, cpu=search("scan"), default=search("scan_unrolled"))
 
 
 def widen(slots: jax.Array, size: int, fill: int) -> jax.Array:

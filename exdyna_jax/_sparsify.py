@@ -209,8 +209,8 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
 
         accumulator = accumulator_of(layout, options.momentum, tuple(map(terms, layout.leaves)), tuple(map(terms, layout.dense)))
         checked = options.nonfinite == "skip"
-        checksum = probe(accumulator, 1 if checked else _PROBE_STRIDE)
-        return accumulator, Local(checksum, jnp.isfinite(checksum) if checked else jnp.bool(True))
+        checksum, finite = probe(accumulator, 1 if checked else _PROBE_STRIDE)
+        return accumulator, Local(checksum, finite if checked else jnp.bool(True))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

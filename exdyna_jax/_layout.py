@@ -93,6 +93,10 @@ def fitted(x: jax.Array, dtype: Any) -> jax.Array:
 
 def make_layout(tree: Any, residual_dtype: Any, min_size: float, wire_dtype: Any) -> Layout:
     """The index space of a pytree of arrays or of shapes; raises a ValueError where it outgrows int32."""
+    if residual_dtype is not None and jax.dtypes.canonicalize_dtype(residual_dtype) != jnp.dtype(residual_dtype):
+        raise ValueError(
+            f"residual_dtype={jnp.dtype(residual_dtype).name} needs jax.config.update('jax_enable_x64', True), or leave it out."
+        )
     sparse: list[Leaf] = []
     dense: list[Leaf] = []
     span = 0

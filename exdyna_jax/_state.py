@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from exdyna_jax._checks import check_workers
 from exdyna_jax._collectives import AxisName, axis_tuple
 from exdyna_jax._partition import Topology, repartition
 from exdyna_jax._sidco import SidcoControl, restage
@@ -124,8 +125,7 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
       >>> exdyna_jax.reshard(state, 8).residual.shape
       (8, 100)
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} is not a positive int.")
+    check_workers(num_workers)
     if not any(_is_ours(node) for node in jax.tree.leaves(opt_state, is_leaf=_is_ours)):
         raise ValueError("There is no sparsifier state in this tree: hand in the optimizer state, or what holds it.")
     return jax.tree.map(lambda node: _reshard(node, num_workers) if _is_ours(node) else node, opt_state, is_leaf=_is_ours)
@@ -133,6 +133,11 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
 
 def _reshard(state: SparsifyState, m: int) -> SparsifyState:
     n = state.metrics.selected_per_worker.shape[-1]
+    if jnp.ndim(state.exchanges):
+        raise ValueError(
+            f"The state is stacked, as pmap and vmap return it: exchanges has shape {state.exchanges.shape}, not (). "
+            "Hand in the global view: residual and velocity with x[:, 0] for x, everything else in the optimizer state with x[0]."
+        )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves((state.residual, state.velocity))}
     if rows - {n}:
         raise ValueError(

@@ -43,13 +43,14 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**33), "MALLOC_TRIM_THRESHOLD_": str(2*
 
 
 class Link(NamedTuple):
-    """What a rate turned out to be. All links are busy at once."""
+    """What a rate turned out to be, with all links busy at once."""
 
     rate: float  # bit/s that were asked for; inf is unlimited
     burst: int | None  # bytes that pass unshaped
     small: float  # bit/s of payload, for transfers of 300 kB
-    large: float  # the same for a second, at most 100 MB
-    empty_ms: float  # median of an exchange of a word: an all-gather, and then an all-reduce
+    large: float  # the same for as much as takes a second, at most 100 MB
+    empty_ms: float  # an exchange of a word: an all-gather, and then an all-reduce
+    empty_payload: float  # bytes that one worker sends for it: what gloo adds to a message
 
     @property
     def bandwidth(self) -> float:
@@ -143,9 +144,6 @@ class Cluster:
             raise RuntimeError(f"worker {rank} ended; the last it said:\n{self._logs[rank].read()[-2000:]}")
         return json.loads(line)
 
-    def median_ms(self, do: str, **order: Any) -> float:
-        return slowest_ms(self.tell(do, **order))
-
 
 def slowest_ms(answers: Sequence[dict[str, Any]]) -> float:
     """Of each worker the median counts, and of the workers the slowest."""
@@ -211,7 +209,7 @@ def run(asked: Asked, tell: Callable[[str], None]) -> Iterator[Figures]:
                     net.limit(UNLIMITED)
                     workers.tell("build", method=method, size=size, density=asked.density)
                     tell(f"{where}: without the exchange")
-                    local_ms = workers.median_ms("local", steps=asked.repeats)
+                    local_ms = slowest_ms(workers.tell("local", steps=asked.repeats))
                     for rate in asked.rates:
                         tell(f"{where}: {show_rate(rate)}")
                         found = _measure(workers, rate, asked.repeats)
@@ -224,48 +222,68 @@ def _link(workers: Cluster, rate: float) -> Link:
     large = round(min(rate / 8 * SECONDS_OF_LARGE, LARGE))
     small_rate, large_rate = workers.net.rates([SMALL, large])
     burst = None if rate == UNLIMITED else burst_bytes(rate)
-    return Link(rate, burst, small_rate, large_rate, workers.median_ms("empty", steps=EMPTY_STEPS))
+    counted = _counted(workers, "empty", EMPTY_STEPS)
+    return Link(rate, burst, small_rate, large_rate, slowest_ms(counted.answers), counted.payload)
 
 
 def _measure(workers: Cluster, rate: float, repeats: int) -> dict[str, Any]:
+    workers.net.limit(rate)
+    steps = steps_in_budget(slowest_ms(workers.tell("step", steps=1)) / 1e3, repeats)
+    answers, payload, headers = _counted(workers, "step", steps)
+    told = {name: answers[0][name] for name in ("bytes_sent", "density")}
+    return {"steps": steps, "ms": slowest_ms(answers), "payload": payload, "headers": headers, **told}
+
+
+class Counted(NamedTuple):
+    answers: list[dict[str, Any]]
+    payload: float  # bytes that one worker sent in a step; the mean over workers and steps
+    headers: float
+
+
+def _counted(workers: Cluster, do: str, steps: int) -> Counted:
+    """Has something done, and counts what passes the interfaces meanwhile."""
     net = workers.net
-    net.limit(rate)
-    steps = steps_in_budget(workers.median_ms("step", steps=1) / 1e3, repeats)
     before = [net.sent(host) for host in range(net.size)]
-    answers = workers.tell("step", steps=steps)
+    answers = workers.tell(do, steps=steps)
     sent = [net.sent(host) - start for host, start in enumerate(before)]  # all have ended: nothing is under way any more
-    return {
-        "steps": steps,
-        "ms": slowest_ms(answers),
-        "payload": statistics.mean(traffic.payload for traffic in sent) / steps,
-        "headers": statistics.mean(traffic.headers for traffic in sent) / steps,
-        "bytes_sent": answers[0]["bytes_sent"],
-        "density": answers[0]["density"],
-    }
-
-
-def table(size: int, rows: Sequence[Row]) -> Table:
-    """Rate by rate, all of one size."""
-    times = ("ms", "of dense", "local ms", "bound ms", "plan ms")
-    sizes = ("MB counted", "in headers", "MB by metrics", "counted / metrics", "MB by plan")
-    shown = Table("rate", "method", *times, *sizes, title=f"{size:,} elements")
-    for rate in dict.fromkeys(row.measured.rate for row in rows):
-        for row in rows:
-            m = row.measured
-            if (m.size, m.rate) == (size, rate):
-                figures = (m.ms, row.of_dense, m.local_ms, row.bound_ms, row.plan_ms)
-                megabytes = (m.payload / 1e6, m.headers / 1e6, m.bytes_sent / 1e6, row.counted, row.plan_bytes and row.plan_bytes / 1e6)
-                shown.add_row(show_rate(rate), m.method, *("-" if x is None else f"{x:.4g}" for x in figures + megabytes))
-        shown.add_section()
-    return shown
+    payload, headers = (statistics.mean(each) / steps for each in zip(*((x.payload, x.headers) for x in sent), strict=True))
+    return Counted(answers, payload, headers)
 
 
 def link_table(links: Sequence[Link]) -> Table:
-    shown = Table("link", "passes unshaped", "300 kB at", "a second's at", "empty exchange", title="all links at once")
+    shown = Table("link", "unshaped", "300 kB at", "a second's at", "empty exchange", title="links, all at once; Mbit/s of payload")
     for link in links:
         burst = "-" if link.burst is None else f"{link.burst / 1e3:.3g} kB"
-        small, large = (f"{rate / 1e6:,.4g} Mbit/s" for rate in (link.small, link.large))
-        shown.add_row(show_rate(link.rate), burst, small, large, f"{link.empty_ms:.3g} ms")
+        empty = f"{link.empty_ms:.3g} ms, {link.empty_payload / 1e3:.3g} kB"
+        shown.add_row(show_rate(link.rate), burst, *(f"{rate / 1e6:,.4g}" for rate in (link.small, link.large)), empty)
+    return shown
+
+
+def time_table(size: int, rows: Sequence[Row]) -> Table:
+    shown = Table("rate", "method", "ms", "of dense", "local ms", "bound ms", "plan ms", title=f"{size:,} elements: exchange and update")
+    return _filled(shown, size, rows, lambda row: (row.measured.ms, row.of_dense, row.measured.local_ms, row.bound_ms, row.plan_ms))
+
+
+def byte_table(size: int, rows: Sequence[Row]) -> Table:
+    columns = ("counted", "+ headers", "by metrics", "counted / metrics", "by plan")
+    shown = Table("rate", "method", *columns, title=f"{size:,} elements: kB that one worker sends in a step")
+
+    def figures(row: Row) -> Sequence[float | None]:
+        m = row.measured
+        return m.payload / 1e3, m.headers / 1e3, m.bytes_sent / 1e3, row.counted, row.plan_bytes and row.plan_bytes / 1e3
+
+    return _filled(shown, size, rows, figures)
+
+
+def _filled(shown: Table, size: int, rows: Sequence[Row], figures: Callable[[Row], Sequence[float | None]]) -> Table:
+    """Rate by rate, all of one size."""
+    chosen = [row for row in rows if row.measured.size == size]
+    for rate in dict.fromkeys(row.measured.rate for row in chosen):
+        for row in chosen:
+            if row.measured.rate == rate:
+                texts = ("-" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in figures(row))
+                shown.add_row(show_rate(rate), row.measured.method, *texts)
+        shown.add_section()
     return shown
 
 
@@ -326,13 +344,14 @@ def read(parser: Parser, arguments: Sequence[str] | None) -> tuple[Asked, Path |
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to this file, row by row")
     parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw them")
     args = parser.parse_args(arguments)
-    for wrong, complaint in {
-        f"workers={args.workers}, but it takes at least 2 to exchange anything": args.workers < 2,
-        f"density={args.density} is not in (0, 1]": not 0 < args.density <= 1,
-        f"repeats={args.repeats} are too few for a median: at least {LEAST_STEPS}": args.repeats < LEAST_STEPS,
-    }.items():
-        if complaint:
-            parser.error(wrong)
+    checks = {
+        f"workers={args.workers} have nobody to exchange anything with: at least 2": args.workers >= 2,
+        f"density={args.density} is not in (0, 1]": 0 < args.density <= 1,
+        f"repeats={args.repeats} are too few for a median: at least {LEAST_STEPS}": args.repeats >= LEAST_STEPS,
+    }
+    for complaint, fine in checks.items():
+        if not fine:
+            parser.error(complaint)
     rates, sizes, methods = (list(dict.fromkeys(each)) for each in (args.rates, args.sizes, args.methods))
     return Asked(rates, sizes, methods, args.density, args.workers, args.repeats), args.json, args.plot
 
@@ -351,7 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     console.print(f"{asked.workers} workers, density {asked.density:g}, {figures.startup_s:.1f} s from start to first step")
                     console.print(link_table(list(figures.links.values())))
         for size in asked.sizes:
-            console.print(table(size, figures.rows))
+            console.print(time_table(size, figures.rows))
+            console.print(byte_table(size, figures.rows))
         if picture:
             draw(figures.rows, picture)
 

@@ -4,6 +4,7 @@ python worker.py RANK WORKERS COORDINATOR
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -128,6 +129,8 @@ def _seconds(step: Callable[[], Any], steps: int) -> list[float]:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo prints
     rank, workers, coordinator = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, workers, rank)
@@ -135,7 +138,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         answer = getattr(worker, order.pop("do"))(**order)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

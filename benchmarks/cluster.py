@@ -298,16 +298,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             of_method = [row for row in chosen if row.measured.method == method]
             rates = [show_rate(row.measured.rate) for row in of_method]
             style = look(method.removesuffix("_bfloat16"))
-            line = ":" if method.endswith("_bfloat16") else style.line
-            times = [row.measured.ms for row in of_method]
-            axes.plot(rates, times, color=style.color, linestyle=line, marker=style.marker, label=method.replace("_bf", ", bf"))
+            line, face = (":", "white") if method.endswith("_bfloat16") else (style.line, style.color)
+            times, label = [row.measured.ms for row in of_method], method.replace("_", ", ") if face == "white" else method
+            axes.plot(rates, times, color=style.color, linestyle=line, marker=style.marker, markerfacecolor=face, label=label)
             if method == "exdyna":
                 bounds, label = [row.bound_ms for row in of_method], "exdyna: 1.25 (local + bytes / rate + latency)"
                 axes.plot(rates, bounds, color=style.color, linestyle="", marker="_", markersize=20, label=label)
         axes.set(title=f"{size:,} elements", yscale="log", xlabel="links")
         axes.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel("exchange and update, ms")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(sizes))
     figure.savefig(path)
 
 

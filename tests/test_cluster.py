@@ -127,8 +127,9 @@ def test_refuses_in_one_line(
 def test_an_update_alone_is_that_of_workers_that_agree() -> None:
     gradient = jnp.asarray(np.random.default_rng(0).standard_normal(96, np.float32))
     single = top_k(0.1, None)
-    state = jax.jit(single.init)(gradient)
-    wanted, _ = jax.jit(single.update)(gradient, state)
-    update, after = jax.jit(alone.update_alone(top_k, 0.1, 4))(gradient, state)
+    wanted, _ = jax.jit(single.update)(gradient, single.init(gradient))
+    state = top_k(0.1, "data", num_workers=4).init(gradient)
+    first = state._replace(residual=state.residual[:1])
+    update, after = jax.jit(alone.update_alone(top_k, 0.1, 4))(gradient, first)
     np.testing.assert_array_equal(update, wanted)
     np.testing.assert_array_equal(after.residual[0], gradient - wanted)

@@ -36,7 +36,7 @@ from watchdog import Watchdog
 from workloads import Batch, Columns, Task, count, load_task
 
 _GRACE = 10.0  # seconds that the other local processes have to end by themselves once one has failed
-_MORE = 10  # seconds after which JAX ends what the watchdog should have ended
+_MORE = 10  # seconds that JAX gives what the watchdog should have ended
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _connect(job: Job, rank: int | None, watchdog: Watchdog) -> None:
         rank,
         cluster_detection_method=None if rank is None else "deactivate",
         initialization_timeout=math.ceil(job.startup) + _MORE,
-        heartbeat_timeout_seconds=math.ceil(job.patience) + _MORE,
+        heartbeat_timeout_seconds=2 * math.ceil(job.patience) + _MORE,  # it may come after half of it
         shutdown_timeout_seconds=math.ceil(job.startup) + _MORE,
     )
     watchdog.name(jax.process_index(), jax.process_count())
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices of a process where it has no accelerators")
     parser.add_argument("--by", choices=BY, default="shard_map", help="how the workers run the step")
     parser.add_argument("--shares", type=_shares, metavar="A,B,...", help="how the data is divided among the processes; default: equally")
-    parser.add_argument("--patience", type=float, default=30, metavar="SECONDS", help="that a step or a save may take; default: 30")
+    parser.add_argument("--patience", type=float, default=20, metavar="SECONDS", help="that a step or a save may take; default: 20")
     parser.add_argument("--startup", type=float, default=300, metavar="SECONDS", help="for starting, compiling, evaluating; default: 300")
     add_flags(parser)
     arguments = vars(parser.parse_args())

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 class Run:
     """One start of all processes."""
 
-    def __init__(self, folder: Path, name: str, steps: int) -> None:
+    def __init__(self, folder: Path, name: str, steps: int, start: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             coordinator = f"localhost:{free.getsockname()[1]}"
@@ -46,7 +46,7 @@ class Run:
         command = [sys.executable, sys.path[0] + "/multihost.py", f"--coordinator={coordinator}", f"--processes={PROCESSES}"]
         command += [f"--steps={steps}", f"--batch={BATCH}", f"--save-every={SAVE_EVERY}", f"--checkpoint={folder / name}"]
         self.began = time.monotonic()
-        self.logs = [folder / f"{name}.{rank}.log" for rank in range(PROCESSES)]
+        self.logs = [folder / f"{name}.{start}.{rank}.log" for rank in range(PROCESSES)]
         self.hosts: list[subprocess.Popen[bytes]] = []
         for rank, log in enumerate(self.logs):
             more = [f"--rank={rank}"] + ([f"--json={folder / name}.json"] if rank == 0 else [])
@@ -160,7 +160,7 @@ def main() -> None:
         while left:
             name, over = f"run {len(finished)}", False
             while not over:
-                run = Run(folder, name, arguments.steps)
+                run = Run(folder, name, arguments.steps, len(rows))
                 try:
                     row = interrupt(run, left[0], moments.randrange(PROCESSES), moments.uniform(0, rival.rest)) if left else None
                     over = row is None

@@ -35,8 +35,7 @@ from train import train as train_here
 from watchdog import Watchdog
 from workloads import Batch, Columns, Task, count, load_task
 
-_GRACE = 10.0  # seconds that the other local processes have to end by themselves once one has failed
-_MORE = 10  # seconds that JAX gives what the watchdog should have ended
+_MORE = 10  # seconds that what the watchdog should have ended is given
 
 
 @dataclass(frozen=True)
@@ -113,24 +112,30 @@ def work(job: Job, rank: int | None) -> None:
         jax.distributed.shutdown()
         sys.exit(status)
     except Exception as error:
-        if not isinstance(error, jax.errors.JaxRuntimeError):
-            traceback.print_exc()
-        watchdog.end(f"failed, most likely because another process has died: {' '.join(str(error).split())}")
+        text = " ".join(str(error).split())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            watchdog.end(f"failed, most likely because another process has died: {text}")
+        traceback.print_exc()
+        watchdog.end(f"failed: {type(error).__name__}: {text}")
 
 
 def _connect(job: Job, rank: int | None, watchdog: Watchdog) -> None:
     provide_devices(job.devices)
     if job.local:
         jax.config.update("jax_platforms", "cpu")  # the processes would be in each other's way on an accelerator
-    jax.distributed.initialize(
-        job.coordinator,
-        job.processes,
-        rank,
-        cluster_detection_method=None if rank is None else "deactivate",
-        initialization_timeout=math.ceil(job.startup) + _MORE,
-        heartbeat_timeout_seconds=2 * math.ceil(job.patience) + _MORE,  # it may come after half of it
-        shutdown_timeout_seconds=math.ceil(job.startup) + _MORE,
-    )
+    try:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.processes,
+            rank,
+            cluster_detection_method=None if rank is None else "deactivate",
+            initialization_timeout=math.ceil(job.startup) + _MORE,
+            heartbeat_timeout_seconds=2 * math.ceil(job.patience) + _MORE,  # it may come after half of it
+            shutdown_timeout_seconds=math.ceil(job.startup) + _MORE,
+        )
+    except ValueError:  # of an argument that it could not find out
+        sys.stderr.write("multihost.py: no cluster that JAX knows: give --coordinator, --processes and --rank, or --local\n")
+        sys.exit(2)
     watchdog.name(jax.process_index(), jax.process_count())
     if jax.process_index():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # only process 0 prints; what goes wrong, everyone says
@@ -180,7 +185,7 @@ def guard(job: Job, ranks: list[int | None]) -> tuple[int, str]:
         while (alive := [child for child in children.values() if child.is_alive()]) and time.monotonic() < end:
             wait([child.sentinel for child in alive], None if end == math.inf else 0.1)
             if end == math.inf and any(child.exitcode for child in children.values()):
-                end = time.monotonic() + _GRACE
+                end = time.monotonic() + job.patience + _MORE  # for the others to end by themselves
     finally:
         late = [child for child in children.values() if child.is_alive()]
         for child in late:

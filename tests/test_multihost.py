@@ -137,11 +137,11 @@ def test_killed_process_ends_the_other(stopped: Path, compiled_once: Path, tmp_p
     status, output, errors = finish(run, 60)
     assert status == 1, errors
     assert f"resuming at step {EVERY} from {folder}, saved with workers=2, not 4" in output.replace("\n", "")
-    # at once, or after its patience with the save that it may have been in
+    # at once, or after its patience with the save that it may have been in; or JAX has heard of it first, and aborts
     wants = r"^process 0 of 2: (step|the save at step) \d+ (failed, most likely because another process has died: |has not come to its end)"
-    assert re.search(wants, errors, re.MULTILINE), errors
+    how = "ended with status 1" if re.search(wants, errors, re.MULTILINE) else "ended by SIGABRT"
     last = errors.rstrip().splitlines()[-1]
-    want = r"multihost\.py: process 0 ended with status 1, process 1 ended by SIGKILL; start all again to go on from the last save in .*"
+    want = rf"multihost\.py: process 0 {how}, process 1 ended by SIGKILL; start all again to go on from the last save in .*"
     assert re.fullmatch(want, last), errors
 
     step, said = saves_in(folder)[-1], list[str]()

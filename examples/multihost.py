@@ -103,6 +103,8 @@ def work(job: Job, rank: int | None) -> None:
         try:
             _train(job, watchdog)
         except ValueError as error:  # settings are checked by all processes alike
+            if watchdog.started:  # some of what gloo complains of, JAX raises as a ValueError
+                raise
             if jax.process_index() == 0:
                 sys.stderr.write(f"multihost.py: {' '.join(str(error).split())}\n")
             status = 2
@@ -113,7 +115,7 @@ def work(job: Job, rank: int | None) -> None:
         sys.exit(status)
     except Exception as error:
         text = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
             watchdog.end(f"failed, most likely because another process has died: {text}")
         traceback.print_exc()
         watchdog.end(f"failed: {type(error).__name__}: {text}")

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import NoReturn
 
+_START = "the start"
 _LOOK_EVERY = 0.5  # seconds
 _COORDINATOR_LINGERS = 3.0  # seconds
 
@@ -26,7 +27,7 @@ class Watchdog:
         self._name, self._coordinates = "a process", False
         self._parent = os.getppid()
         self._over = threading.Lock()
-        self.watch("the start", True)
+        self.watch(_START, True)
         threading.Thread(target=self._run, daemon=True).start()
 
     def name(self, rank: int, processes: int) -> None:
@@ -37,6 +38,11 @@ class Watchdog:
         """Says what begins now; what was before has come to its end."""
         limit = self._slow if slow else self._patience
         self._now = what, limit, time.monotonic() + limit
+
+    @property
+    def started(self) -> bool:
+        """Whether something has been watched since the start."""
+        return self._now[0] != _START
 
     def end(self, why: str) -> NoReturn:
         """Ends the process at once: taking the interpreter down would wait for the others."""

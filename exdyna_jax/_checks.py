@@ -168,7 +168,10 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
     if jnp.issubdtype(g.dtype, jnp.complexfloating):
         raise ValueError(_complex(path, g))
     if g.dtype != jax.dtypes.float0 and not jnp.issubdtype(g.dtype, jnp.floating):
-        raise ValueError(f"Update leaf {name} is {g.dtype}, which is no gradient: keep integer leaves out with optax.masked or partition.")
+        raise ValueError(
+            f"Update leaf {name} is {g.dtype}, which is no gradient: differentiate with respect to floating-point parameters only, or give "
+            "such leaves a part of their own in optax.partition."
+        )
     if takes_part(g) and e.shape[1:] != g.shape:
         raise ValueError(
             f"Update leaf {name} has shape {g.shape}, its residual {e.shape}, which should be {(1, *g.shape)} on each worker: "

@@ -107,7 +107,7 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
 
     Args:
       opt_state: an optax state, a TrainState, or any tree around sparsifier states, in the global view: residual leaves `[n, *shape]`.
-        Other leaves pass as they are.
+        Other leaves pass as they are. A TrainState keeps its old `tx`: `.replace(tx=...)` the new one.
       num_workers: m, the new number of workers.
 
     Returns:

@@ -204,7 +204,7 @@ def test_parameters(params: Any, message: str) -> None:
 
 
 GRADIENTS: list[tuple[Any, str]] = [
-    ({"w": jnp.zeros((4, 8), jnp.int32)}, r"Update leaf \['w'\] is int32, which is no gradient: .*optax\.masked"),
+    ({"w": jnp.zeros((4, 8), jnp.int32)}, r"Update leaf \['w'\] is int32, which is no gradient: .*optax\.partition"),
     ({"w": jnp.zeros((4, 8), bool)}, r"Update leaf \['w'\] is bool, which is no gradient"),
     ({"w": jnp.zeros((4, 8), jnp.complex64)}, r"Leaf \['w'\] is complex64.*split_real_and_imaginary"),
     ({"w": 0.0}, r"Update leaf \['w'\] is a float, not an array: make it one with jnp\.asarray"),

@@ -122,7 +122,7 @@ def _complex(path: Any, leaf: Any) -> str:
     )
 
 
-def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
+def check_update(updates: Any, state: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
     """The gradient and the state that belongs to it, at trace time."""
     if bound_size(fast) is None:
         raise ValueError(f"dense_axis={fast} is not bound here: call update inside shard_map over it too, or leave it out.")
@@ -135,7 +135,14 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
         )
     if num_workers is not None and num_workers != workers.size:
         raise ValueError(_contradicts(workers.axes, workers.size, num_workers))
+    n = jnp.shape(state.metrics.selected_per_worker)[-1]
+    if n != workers.size:
+        raise ValueError(
+            f"The state was made for {n} workers and there are {workers.size}: make it anew with init, or convert it with "
+            "exdyna_jax.reshard."
+        )
     gradients = jax.tree_util.tree_leaves_with_path(updates)
+    residual = state.residual
     given: Any = jax.tree.structure(updates)
     made_for: Any = jax.tree.structure(residual)
     if given != made_for:
@@ -179,19 +186,13 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
         )
     if e.shape[0] != 1:
         raise ValueError(
-            f"The residual of leaf {name} has {e.shape[0]} rows on this worker instead of one. Either it holds all workers' rows: pass "
-            f"exdyna_jax.state_specs(state, axis_name) as in_specs of the state; or the state was made for {e.shape[0] * workers.size} "
-            f"workers and there are {workers.size}: make it anew with init, or convert it with exdyna_jax.reshard."
+            f"The residual of leaf {name} has {e.shape[0]} rows on this worker instead of one: pass "
+            "exdyna_jax.state_specs(state, axis_name) as in_specs and out_specs of the state."
         )
 
 
-def check_state(state: Any, control: Any, momentum: float | None, n: int) -> None:
+def check_state(state: Any, control: Any, momentum: float | None) -> None:
     """A state that belongs to another transformation, at trace time; `control` is what `init` would make, as shapes."""
-    rows = jnp.shape(state.metrics.selected_per_worker)
-    if rows != (n,):
-        raise ValueError(
-            f"The state was made for {rows[-1]} workers and there are {n}: make it anew with init, or convert it with exdyna_jax.reshard."
-        )
     anew = "call init again; to keep what waits to be sent, put the old residual into its result with _replace(residual=...)."
     if (state.velocity is None) != (momentum is None):
         has = "no velocity" if state.velocity is None else "a velocity"

@@ -5,8 +5,6 @@ group of 32 words, and only these few counts get a running sum. Each output slot
 in that group, the bit in that word. The walk touches `capacity` slots, not the array.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,11 +36,16 @@ def place_in(ends: jax.Array, x: jax.Array) -> jax.Array:
 
     Unrolled on accelerators, where a search in a loop is a train of kernels; a loop on CPU, where the fused steps take twice as long.
     """
+    return lax.platform_dependent(ends, x, cpu=_search_in_loop, default=_search_unrolled)
 
-    def search(method: str) -> Any:
-        return lambda ends, x: jnp.searchsorted(ends, x, side="right", method=method).astype(jnp.int32)
 
-    return lax.platform_dependent(ends, x, cpu=search("scan"), default=search("scan_unrolled"))
+# named, since JAX traces a function that it has not seen before anew
+def _search_in_loop(ends: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.searchsorted(ends, x, side="right", method="scan").astype(jnp.int32)
+
+
+def _search_unrolled(ends: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.searchsorted(ends, x, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 def widen(slots: jax.Array, size: int, fill: int) -> jax.Array:

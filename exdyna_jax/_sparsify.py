@@ -127,9 +127,9 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         if not isinstance(state, SparsifyState):
             raise ValueError(f"The state is a {type(state).__name__}, not a SparsifyState: hand in what init returned, or the last update.")
         workers = bind(axes)
-        check_update(updates, state.residual, workers, fast, options.num_workers)
+        check_update(updates, state, workers, fast, options.num_workers)
         control, _, _ = jax.eval_shape(lambda: method.init(layout_of(updates), workers.size))
-        check_state(state, control, options.momentum, workers.size)
+        check_state(state, control, options.momentum)
         if options.every_k == 1:
             means, state = exchange(updates, state, workers)
         else:

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, add
 from exdyna_jax._checks import check_capacity
 from exdyna_jax._collectives import AxisName, Workers, alike, broadcast
 from exdyna_jax._compact import compact, place_in, to_words
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, slots, target, tiers
 from exdyna_jax._exchange import Local, broadcast_bytes
 from exdyna_jax._largest import first_of
-from exdyna_jax._layout import Accumulator, Layout, add
+from exdyna_jax._layout import Layout
 from exdyna_jax._partition import partition_of
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, widened, without_control
 from exdyna_jax._union import exchange_union

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, add
 from exdyna_jax._collectives import Workers, all_gather, all_to_all, psum
 from exdyna_jax._compact import place_in
-from exdyna_jax._layout import Accumulator, Layout, add, fitted
+from exdyna_jax._layout import Layout, fitted
 from exdyna_jax._wire import index_words, pack_halves, pack_indices, unpack_halves, unpack_indices
 
 _NOTES = 3  # words behind the indices: count, threshold, checksum

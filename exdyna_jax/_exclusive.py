@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from exdyna_jax._accumulator import Accumulator, marks
 from exdyna_jax._collectives import Workers
 from exdyna_jax._compact import compact, or_one, widen
 from exdyna_jax._density import Density, in_tiers, slots, target, tiers
 from exdyna_jax._exchange import Local, Message, Sums, gather, gather_bytes, join, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, marks, take
+from exdyna_jax._layout import Layout
 from exdyna_jax._partition import by_partition, partition_of
+from exdyna_jax._slots import take
 from exdyna_jax._sparsify import Exchange, Method
 from exdyna_jax._threshold import Rule
 

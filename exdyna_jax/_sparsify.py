@@ -13,12 +13,14 @@ import numpy as np
 import optax
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, accumulator_of, probe, step
 from exdyna_jax._checks import check_options, check_params, check_state, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, compare, compare_bytes, dense_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, accumulator_of, blanks, fitted, make_layout, probe, put, split, step, takes_part
+from exdyna_jax._layout import Layout, Leaf, fitted, make_layout, takes_part
 from exdyna_jax._metrics import Metrics
+from exdyna_jax._slots import blanks, put, split
 
 
 class SparsifyState(NamedTuple):

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, sample
 from exdyna_jax._collectives import Workers, agreed, alike
 from exdyna_jax._compact import count
-from exdyna_jax._layout import Accumulator, sample
 
 TINY = 2.0**-126  # the smallest normal float32: as a threshold it lets everything through but zeros
 _FIRST_SLOPE = 4.0
@@ -72,17 +72,17 @@ class Servo(NamedTuple):
 def quantile(magnitudes: jax.Array, target: int | jax.Array) -> jax.Array:
     """The largest float32 t such that at least `target` of the magnitudes are >= t; the smallest normal one if none is.
 
-    Positive floats are ordered as their bit patterns are, so t is found four bits at a time, in eight rounds of 15 counts.
+    Positive floats are ordered as their bit patterns are, so t is found two bits at a time, in 16 rounds of three counts.
     """
     bits = lax.bitcast_convert_type(magnitudes.astype(jnp.float32), jnp.uint32)
 
     def narrow(i: jax.Array, low: jax.Array) -> jax.Array:
-        shift = (28 - 4 * i).astype(jnp.uint32)
-        candidates = (low + (jnp.uint32(digit) << shift) for digit in range(1, 16))
-        counts = jnp.stack([count(bits >= candidate) for candidate in candidates])
+        shift = (30 - 2 * i).astype(jnp.uint32)
+        candidates = low + (jnp.arange(1, 4, dtype=jnp.uint32) << shift)
+        counts = jax.vmap(lambda candidate: count(bits >= candidate))(candidates)
         return low + (jnp.sum(counts >= target, dtype=jnp.uint32) << shift)
 
-    low = lax.fori_loop(0, 8, narrow, alike(jnp.uint32(0), bits))
+    low = lax.fori_loop(0, 16, narrow, alike(jnp.uint32(0), bits))
     return jnp.maximum(lax.bitcast_convert_type(low, jnp.float32), TINY)
 
 

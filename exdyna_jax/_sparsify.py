@@ -130,19 +130,19 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             raise ValueError(f"The state is a {type(state).__name__}, not a SparsifyState: hand in what init returned, or the last update.")
         workers = bind(axes)
         check_update(updates, state, workers, fast, options.num_workers)
-        control, _, _ = jax.eval_shape(lambda: method.init(layout_of(updates), workers.size))
+        layout = layout_of(updates)
+        control, _, _ = jax.eval_shape(lambda: method.init(layout, workers.size))
         check_state(state, control, options.momentum)
         if options.every_k == 1:
-            means, state = exchange(updates, state, workers)
+            means, state = exchange(updates, layout, state, workers)
         else:
             due = agreed(state.mini_step + 1 >= options.every_k, workers)
-            means, state = lax.cond(due, lambda: exchange(updates, state, workers), lambda: hold(updates, state, workers))
+            means, state = lax.cond(due, lambda: exchange(updates, layout, state, workers), lambda: hold(updates, layout, state, workers))
         return _replace(updates, means | _idle(updates)), state
 
-    def exchange(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
+    def exchange(updates: optax.Updates, layout: Layout, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
         """Some of the accumulator becomes the update, the same on all workers, and the rest the residual."""
-        accumulator, local = accumulate(updates, state)
-        layout = accumulator.layout
+        accumulator, local = accumulate(updates, layout, state)
         run = method.exchange if layout.leaves else _exchange_dense
         done = run(accumulator, state.control, state.exchanges, local, workers)
         if options.nonfinite == "skip":
@@ -182,10 +182,9 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             metrics=_metrics(done, state.metrics, layout, workers.size),
         )
 
-    def hold(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
+    def hold(updates: optax.Updates, layout: Layout, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
         """The whole accumulator becomes the residual; nothing is sent but whether all gradients are finite."""
-        accumulator, local = accumulate(updates, state)
-        layout = accumulator.layout
+        accumulator, local = accumulate(updates, layout, state)
         finite = psum(local.finite.astype(jnp.int32), workers) == workers.size
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for leaf, terms in zip(layout.leaves + layout.dense, accumulator.leaves + accumulator.dense, strict=True):
@@ -202,9 +201,8 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             metrics=idle._replace(**_skips(finite, state.metrics)),
         )
 
-    def accumulate(updates: optax.Updates, state: SparsifyState) -> tuple[Accumulator, Local]:
+    def accumulate(updates: optax.Updates, layout: Layout, state: SparsifyState) -> tuple[Accumulator, Local]:
         """The terms of the accumulator, and what this worker alone knows of them."""
-        layout = layout_of(updates)
         columns = [jax.tree.leaves(tree) for tree in (updates, state.residual, state.velocity) if tree is not None]
 
         def terms(leaf: Leaf) -> tuple[jax.Array, ...]:

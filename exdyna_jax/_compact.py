@@ -49,8 +49,8 @@ def _search_unrolled(ends: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def widen(slots: jax.Array, size: int, fill: int) -> jax.Array:
-    """More slots, filled up."""
-    return jnp.pad(slots, (0, size - slots.size), constant_values=fill)
+    """More slots, filled up. A scalar stands for all slots, and stays."""
+    return slots if slots.ndim == 0 else jnp.pad(slots, (0, size - slots.size), constant_values=fill)
 
 
 def count(marks: jax.Array) -> jax.Array:

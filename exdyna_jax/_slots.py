@@ -55,7 +55,7 @@ def put(
       layout: of the pieces.
       indices: int32 [K].
       rows: for each piece the arrays to set in.
-      values: for each piece, for each of these arrays, [K] values.
+      values: for each piece, for each of these arrays, [K] values, or a scalar for all.
 
     The arrays are not flattened: XLA writes in place only where shapes are the same to the letter.
     """
@@ -63,7 +63,8 @@ def put(
     def write(window: Window, piece: Piece, arrays: tuple[jax.Array, ...], news: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = _unravel(_places(piece, window(indices)), piece.shape)
         return tuple(
-            x.at[at].set(window(new).astype(x.dtype), mode="drop", wrap_negative_indices=False) for x, new in zip(arrays, news, strict=True)
+            x.at[at].set((window(new) if new.ndim else new).astype(x.dtype), mode="drop", wrap_negative_indices=False)
+            for x, new in zip(arrays, news, strict=True)
         )
 
     def visit(windows: Windows, rows: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:

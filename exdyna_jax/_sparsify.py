@@ -44,7 +44,7 @@ class Exchange(NamedTuple):
 
     indices: jax.Array  # int32 [K], ascending, each at most once, then padding, which is `span`; replicated
     mean: jax.Array  # [K], the update at the indices; replicated
-    unsent: jax.Array  # [K], what stays in the residual at the indices; per worker
+    unsent: jax.Array  # [K], what stays in the residual at the indices, or a scalar for all; per worker
     dense: tuple[jax.Array, ...]  # the sum over workers of each dense leaf; replicated
     finite: jax.Array  # bool [], no worker had a NaN or an infinity; replicated
     control: Any  # for the next step; replicated
@@ -157,7 +157,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             if mean.dtype != done.mean.dtype:  # what the update's dtype can't hold is not lost
                 rest = rest + (done.mean - mean.astype(done.mean.dtype))
             rows.append((blank, grown, *moved))
-            values.append((mean, rest, *(jnp.zeros_like(rest) for _ in moved)))
+            values.append((mean, rest, *(jnp.zeros((), rest.dtype) for _ in moved)))
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for piece, arrays in zip(layout.pieces, put(layout, indices, rows, values), strict=True):
             for leaf, update, residual, *velocity in zip(piece.leaves, *(split(piece, array) for array in arrays), strict=True):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 WORD = 32
+_FEW = 32  # ends
 GROUP = 32  # words; deeper and narrower trees were no faster, and their counts take memory
 
 
@@ -32,10 +33,13 @@ def lowest_bits(count: jax.Array) -> jax.Array:
 
 
 def place_in(ends: jax.Array, x: jax.Array) -> jax.Array:
-    """int32: how many of the ascending ends are at most x.
+    """int32 [K]: how many of the ascending ends are at most each x.
 
-    Unrolled on accelerators, where a search in a loop is a train of kernels; a loop on CPU, where the fused steps take twice as long.
+    Few ends are compared one by one. Otherwise a binary search, unrolled on accelerators, where a loop is a train of kernels; a loop on CPU,
+    where the fused steps take twice as long.
     """
+    if ends.size <= _FEW:
+        return jnp.sum((ends[None] <= x[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     return lax.platform_dependent(ends, x, cpu=_search_in_loop, default=_search_unrolled)
 
 

@@ -141,9 +141,9 @@ def _places(piece: Piece, indices: jax.Array) -> jax.Array:
     if len(piece.leaves) == 1:
         offset, size, start = piece.leaf.offset, piece.size, 0
     else:
-        table = jnp.asarray([(leaf.offset, leaf.size, start) for leaf, start in zip(piece.leaves, piece.starts, strict=True)], jnp.int32)
-        which = place_in(table[:, 0], indices) - 1
-        offset, size, start = table.at[jnp.maximum(which, 0)].get(mode="clip").T
+        offsets, sizes = jnp.asarray([(leaf.offset, leaf.size) for leaf in piece.leaves], jnp.int32).T
+        which = jnp.maximum(place_in(offsets, indices) - 1, 0)
+        offset, size, start = (column.at[which].get(mode="clip") for column in (offsets, sizes, jnp.asarray(piece.starts, jnp.int32)))
     inside = (indices >= offset) & (indices < offset + size)
     return jnp.where(inside, indices - offset + start, piece.size)
 

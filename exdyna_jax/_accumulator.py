@@ -8,7 +8,11 @@ import numpy as np
 from jax import lax
 
 from exdyna_jax._compact import WORD, lowest_bits, to_words, words_in
-from exdyna_jax._layout import Layout, Piece, widest
+from exdyna_jax._layout import Layout, Leaf, Piece, widest
+
+# of the largest number that a residual holds: what is beyond counts as infinite, so that neither 2^20 steps nor as many workers add up to
+# an infinity, which would stay in the residual for good
+_MODERATE = 2.0**-40
 
 
 class Accumulator(NamedTuple):
@@ -146,19 +150,21 @@ def sample(accumulator: Accumulator, most: int) -> tuple[jax.Array, int]:
 
 
 def probe(accumulator: Accumulator, stride: int) -> tuple[jax.Array, jax.Array]:
-    """Of every stride-th gradient element: a scaled sum in the layout's dtype or a wider one, and whether all are finite.
+    """Of every stride-th gradient element: a scaled sum in the layout's dtype or a wider one, and whether all are finite and moderate.
 
     The sum is as good as never equal for two different gradients. Its scale 2^-30 keeps the sum of finite numbers finite.
     """
+    layout = accumulator.layout
     gradients = [terms[0] for terms in accumulator.pieces + accumulator.dense]
-    dtype = widest(accumulator.layout.dtype, *(g.dtype for g in gradients))
+    dtype = widest(layout.dtype, *(g.dtype for g in gradients))
 
-    def look(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def look(g: jax.Array, leaf: Leaf) -> tuple[jax.Array, jax.Array]:
         # both at once: a sum by itself goes to a library in XLA for CPU, and takes three times as long
         g = g[::stride].astype(dtype)
-        operands = g * jnp.asarray(2.0**-30, dtype), jnp.isfinite(g)
+        operands = g * jnp.asarray(2.0**-30, dtype), jnp.abs(g) <= _MODERATE * float(jnp.finfo(leaf.residual_dtype).max)
         found: Any = lax.reduce(operands, (jnp.zeros((), dtype), jnp.bool(True)), lambda a, b: (a[0] + b[0], a[1] & b[1]), (0,))
         return found
 
-    looked = [look(g) for g in gradients]
+    leaves = [piece.leaf for piece in layout.pieces] + list(layout.dense)
+    looked = [look(g, leaf) for g, leaf in zip(gradients, leaves, strict=True)]
     return sum((total for total, _ in looked), start=jnp.zeros((), dtype)), jnp.stack([jnp.bool(True), *(fine for _, fine in looked)]).all()

@@ -35,8 +35,8 @@ def lowest_bits(count: jax.Array) -> jax.Array:
 def place_in(ends: jax.Array, x: jax.Array) -> jax.Array:
     """int32 [K]: how many of the ascending ends are at most each x.
 
-    Few ends are compared one by one. Otherwise a binary search, unrolled on accelerators, where a loop is a train of kernels; a loop on CPU,
-    where the fused steps take twice as long.
+    Few ends are compared one by one. Otherwise a binary search: unrolled on accelerators, where a loop is a train of kernels; a loop on
+    CPU, where the fused steps take twice as long.
     """
     if ends.size <= _FEW:
         return jnp.sum((ends[None] <= x[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)

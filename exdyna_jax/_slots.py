@@ -138,12 +138,16 @@ def _bounds(layout: Layout, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _places(piece: Piece, indices: jax.Array) -> jax.Array:
     """Indices to places in a piece; `piece.size`, which is out of range, where they lie outside it (-1 would wrap)."""
+    offset: jax.Array | int
+    size: jax.Array | int
+    start: jax.Array | int
     if len(piece.leaves) == 1:
         offset, size, start = piece.leaf.offset, piece.size, 0
     else:
         offsets, sizes = jnp.asarray([(leaf.offset, leaf.size) for leaf in piece.leaves], jnp.int32).T
         which = jnp.maximum(place_in(offsets, indices) - 1, 0)
-        offset, size, start = (column.at[which].get(mode="clip") for column in (offsets, sizes, jnp.asarray(piece.starts, jnp.int32)))
+        columns = offsets, sizes, jnp.asarray(piece.starts, jnp.int32)
+        offset, size, start = (column.at[which].get(mode="clip") for column in columns)
     inside = (indices >= offset) & (indices < offset + size)
     return jnp.where(inside, indices - offset + start, piece.size)
 

@@ -78,7 +78,7 @@ def exdyna(
         state stays as it was, but for `metrics`. "propagate" saves the check, which reads the gradient once more.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `SparsifyState`: inside the axis this worker's, with residual
+      An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `SparsifyState`, inside the axis this worker's, with residual
       leaves `[1, *shape]`; outside it, with `num_workers` given, that of all workers, with leaves `[n, *shape]`. `update(updates,
       state)` returns updates with the shapes and dtypes it was given, equal on all workers, and the new state. It needs no `params`.
 

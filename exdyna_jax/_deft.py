@@ -42,7 +42,7 @@ def deft(
     splits :math:`k = \lfloor d N \rfloor` among the layers by the norms of its accumulator there, the largest first:
 
     .. math::
-        k_l = \min\Big(\max\Big(1, \Big\lfloor k' \frac{\lVert a_{i,l} \rVert}{\nu'} \Big\rfloor\Big), \mathrm{size}_l\Big)
+        k_l = \min\left(\max\left(1, \left\lfloor k' \frac{\lVert a_{i,l} \rVert}{\nu'} \right\rfloor\right), \mathrm{size}_l\right)
 
     with what is left, :math:`k'` of k and :math:`\nu'` of the sum of the norms. The leader, worker :math:`t \bmod n`, puts the layers into
     n bins, the most costly first into the least loaded, where selecting costs :math:`\mathrm{size}_l \log_2 k_l`. Worker i takes bin

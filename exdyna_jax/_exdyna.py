@@ -79,7 +79,7 @@ def exdyna(
         only `metrics` change. "propagate" saves the check, which reads the gradient once more.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `SparsifyState`: inside the axis this worker's, with residual
+      An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `SparsifyState`, inside the axis this worker's, with residual
       leaves `[1, *shape]`; outside it, with `num_workers` given, that of all workers, with leaves `[n, *shape]`. Of leaves that take no
       part, empty ones and those of integers, only the first axis is there. `update(updates, state)` returns updates with the shapes and
       dtypes it was given, equal on all workers, and the new state. It needs no `params`.

@@ -34,7 +34,9 @@ def _spread(tree: Any, mesh: Any, spec: P) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def sharded(make: Make, shapes: Any, n: int, steps: list[Any], *, kind: AxisType, check: bool, axes: tuple[int, ...] = ()) -> Seen:
+def sharded(
+    make: Make, shapes: Any, n: int, steps: list[Any], *, kind: AxisType, check: bool, axes: tuple[int, ...] = (), compiler: Any = None
+) -> Seen:
     """`shard_map`, init inside, one step a call. `axes` are the sizes of the mesh axes that together hold the workers."""
     sizes = axes or (n,)
     names = tuple("abc"[: len(sizes)])
@@ -49,7 +51,8 @@ def sharded(make: Make, shapes: Any, n: int, steps: list[Any], *, kind: AxisType
         def update(gradients: Any, state: Any) -> tuple[Any, Any]:
             return tx.update(_first(gradients), state)
 
-        step = jax.jit(jax.shard_map(update, in_specs=(P(axis), specs), out_specs=(P(), specs), check_vma=check))
+        whole = jax.shard_map(update, in_specs=(P(axis), specs), out_specs=(P(), specs), check_vma=check)
+        step = jax.jit(whole, compiler_options=compiler)
         return _loop(lambda g, state: step(_spread(g, mesh, P(axis)), state), state, steps)
 
 

@@ -18,6 +18,8 @@ import side_by_side
 import train
 from exdyna_jax import metrics
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SUMMARY = {
     "method", "seeds", "accuracy", "accuracy_spread", "loss", "density", "density_error", "build_up", "imbalance", "bytes_per_step",
     "overflow", "step_ms", "selection_ms", "diverged",

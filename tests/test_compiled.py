@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
+from compiling import HLO_OF_USERS
 from simulate import mesh
 
 N = 2
@@ -41,7 +42,7 @@ def _compiled(optimizer: optax.GradientTransformation, state_first: bool, shardi
     outputs = specs[::-1] if state_first else specs
     sharded = jax.shard_map(step, mesh=place, in_specs=(*specs, P("data")), out_specs=outputs)
     told = {"out_shardings": to_place(outputs)} if shardings else {}
-    return jax.jit(sharded, donate_argnums=(0, 1), **told).lower(*carry, gradients).compile()
+    return jax.jit(sharded, donate_argnums=(0, 1), **told).lower(*carry, gradients).compile(HLO_OF_USERS)
 
 
 def _full_size(program: Any) -> Counter[str]:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
 import oracle
+from compiling import AS_USERS_DO
 from contexts import alone, mapped, scanned, sharded
 from simulate import PAPER, flat
 
@@ -27,7 +28,7 @@ N = 4
 STEPS = 6
 
 CONTEXTS: dict[str, Any] = {
-    "shard_map": functools.partial(sharded, kind=AxisType.Auto, check=True),
+    "shard_map": functools.partial(sharded, kind=AxisType.Auto, check=True, compiler=AS_USERS_DO),
     "shard_map unchecked": functools.partial(sharded, kind=AxisType.Auto, check=False),
     "explicit mesh": functools.partial(sharded, kind=AxisType.Explicit, check=True),
     "explicit mesh unchecked": functools.partial(sharded, kind=AxisType.Explicit, check=False),

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from compiling import environment
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -61,35 +63,31 @@ def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def run(page: Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a page's blocks in a process of their own, in this directory."""
+def run(page: Path, directory: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a page's blocks in a process of their own, in this directory; pages share what they compile."""
     blocks = [(block.line, block.code, block.output) for block in blocks_of(page) if block.language == "python"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "PYTHONWARNINGS"))}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false",  # else devices may differ in the order of collectives
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # nearly all the time goes into compiling
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     command = [sys.executable, "-W", "error", "-c", _RUN]
     sent = json.dumps([str(page), _LIKE, blocks])
-    return subprocess.run(command, input=sent, text=True, capture_output=True, cwd=directory, env=environment, timeout=900)
+    return subprocess.run(command, input=sent, text=True, capture_output=True, cwd=directory, env=environment(path, cache), timeout=900)
 
 
 @pytest.fixture(scope="module")
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[Any]]]:
-    """The pages to test, two at a time; none under xdist, which spreads them itself."""
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compiled_once: Path
+) -> Iterator[dict[Path, Future[Any]]]:
+    """The pages to test, two at a time; one at a time under xdist, whose other worker has other tests."""
     chosen = [item.callspec.params["page"] for item in request.session.items if getattr(item, "originalname", "") == "test_page"]
-    with ThreadPoolExecutor(2) as pool:
-        yield {page: pool.submit(run, page, tmp_path_factory.mktemp("page")) for page in chosen if "PYTEST_XDIST_WORKER" not in os.environ}
+    with ThreadPoolExecutor(1 if "PYTEST_XDIST_WORKER" in os.environ else 2) as pool:
+        yield {page: pool.submit(run, page, tmp_path_factory.mktemp("page"), compiled_once) for page in chosen}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_page(page: Path, started: dict[Path, Future[Any]], tmp_path: Path) -> None:
+def test_page(page: Path, started: dict[Path, Future[Any]]) -> None:
     for block in blocks_of(page):
         if block.language == "py":
             compile(block.code, f"{page}:{block.line}", "exec")
-    done = started[page].result() if page in started else run(page, tmp_path)
+    done = started[page].result()
     assert done.returncode == 0, done.stderr
 
 

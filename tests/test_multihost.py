@@ -8,21 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import multihost
 import train
-import watchdog
 from checkpoint import Saves
+from compiling import environment
 from report import History, Result
+from runs import Stopped, check_same, saves_in
 from workloads import Batch, load_task, training_batches
 
 EVERY, STEPS = 5, 30
@@ -30,21 +27,7 @@ SETTINGS = train.Settings(workers=2, steps=STEPS, batch=8)
 SHARES = [3.0, 1.0]  # the second process begins its next epoch in the midst of the first one's
 SECONDS = 240  # for a whole run, on a busy machine
 
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """All runs share what they compile. Optax's schedules ask for the promotion."""
-    folder = tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()
-    with jax.numpy_dtype_promotion("standard"):
-        yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-class Stopped(Exception):
-    """The run is over before its end."""
+pytestmark = pytest.mark.usefixtures("compiled_once", "standard_promotion")
 
 
 def stop(history: History, steps: int) -> None:
@@ -54,8 +37,8 @@ def stop(history: History, steps: int) -> None:
 def start(cache: Path, *flags: object) -> subprocess.Popen[str]:
     """Starts two local processes; their group is one of its own."""
     command = [sys.executable, multihost.__file__, "--local=2", f"--steps={STEPS}", "--batch=8", f"--save-every={EVERY}", *map(str, flags)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(sys.path, cache), start_new_session=True, **pipes)
 
 
 def finish(started: subprocess.Popen[str], seconds: float = SECONDS) -> tuple[int, str, str]:
@@ -67,15 +50,6 @@ def finish(started: subprocess.Popen[str], seconds: float = SECONDS) -> tuple[in
         output, errors = started.communicate()
         pytest.fail(f"not over after {seconds:g} s:\n{output}\n{errors}")
     return started.returncode, output, errors
-
-
-def check_same(result: Result, folder: Path, want: tuple[Result, Path]) -> None:
-    """All figures but the time, and the bytes of the last state."""
-    assert replace(result, seconds_per_step=0.0) == replace(want[0], seconds_per_step=0.0)
-    wanted = ocp.StandardCheckpointer().restore(want[1] / str(STEPS) / "state")
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), wanted)
-    state = ocp.StandardCheckpointer().restore(folder / str(STEPS) / "state", shapes)
-    jax.tree.map(lambda got, wanted: np.testing.assert_array_equal(got, wanted, strict=True), state, wanted)
 
 
 def of_both_processes(step: int, batch: Batch) -> Batch:
@@ -103,23 +77,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def saves_in(folder: Path) -> list[int]:
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
-
-
 @pytest.mark.matrix
 def test_two_processes_equal_one(alone: tuple[Result, Path], compiled_once: Path, tmp_path: Path) -> None:
     """To the bit, with shards of unequal length."""
     status, output, errors = finish(start(compiled_once, "--shares=3,1", f"--checkpoint={tmp_path}", f"--json={tmp_path / 'run.json'}"))
     assert status == 0, errors
     assert len(re.findall(rf"^step {STEPS}/{STEPS} ", output, re.MULTILINE)) == 1, "only process 0 prints"
-    check_same(Result(**json.loads((tmp_path / "run.json").read_text())), tmp_path, alone)
+    check_same((Result(**json.loads((tmp_path / "run.json").read_text())), tmp_path), alone)
 
 
 def test_pmap_equals_shard_map(alone: tuple[Result, Path], stopped: Path, tmp_path: Path) -> None:
     """Also through a save."""
     folder = Path(shutil.copytree(stopped, tmp_path / "saves"))
-    check_same(train.train(SETTINGS, saves=Saves(folder, EVERY), alter=of_both_processes), folder, alone)
+    check_same((train.train(SETTINGS, saves=Saves(folder, EVERY), alter=of_both_processes), folder), alone)
 
 
 def worker_pids(guard: int) -> list[int]:
@@ -163,8 +133,7 @@ def test_watchdog() -> None:
             "time.sleep(60)",
         ]
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(watchdog.__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(sys.path), capture_output=True, text=True, timeout=50)
     want = "process 1 of 2: step 3 has not come to its end within 0.8 s: most likely another process is frozen, or out of reach\n"
     assert (done.returncode, done.stderr) == (1, want)
 

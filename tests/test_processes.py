@@ -1,6 +1,5 @@
 """Two processes of two devices each, over gloo, make of the same gradients what one process makes of them that simulates four workers."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import process
+from compiling import environment
 
 PROCESSES = 2
 N = PROCESSES * process.EACH
@@ -25,18 +25,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # nearly all the time goes into compiling
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(PROCESSES):
             command = [sys.executable, process.__file__, str(rank), str(PROCESSES), str(port), str(folder)]
             with (folder / f"{rank}.log").open("wb") as log:
-                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                started.append(subprocess.Popen(command, env=environment(sys.path), stdout=log, stderr=subprocess.STDOUT))
         end = time.monotonic() + SECONDS
         # once one has failed the other waits for it in vain
         while any(child.poll() is None for child in started) and not any(child.poll() for child in started) and time.monotonic() < end:

@@ -3,48 +3,31 @@
 Each run here is short, saves often, and ends with a save; what is compared are the bytes of that last state and all figures but the time.
 """
 
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from checkpoint import Saves
+from compiling import environment
 from report import History, Result
+from runs import Stopped, check_same, last_state, saves_in
 
 EVERY, STEPS = 3, 20
 SETTINGS = train.Settings(workers=2, steps=STEPS, batch=8)
 ASKED = ["--workers=2", f"--steps={STEPS}", "--batch=8", f"--save-every={EVERY}"]
 
 
-class Stopped(Exception):
-    """The run is over before its end."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """All runs share their compiled step. Optax's schedules ask for the promotion."""
-    folder = tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()
-    with jax.numpy_dtype_promotion("standard"):
-        yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("compiled_once", "standard_promotion")
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +55,6 @@ def resumable(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "saves"))
 
 
-def last_state(folder: Path, step: int = STEPS) -> Any:
-    return ocp.StandardCheckpointer().restore(folder / str(step) / "state")
-
-
 def resume(folder: Path, step: int, settings: train.Settings = SETTINGS) -> Result:
     """Goes on to the end, from this step as it must say."""
     said: list[str] = []
@@ -86,13 +65,8 @@ def resume(folder: Path, step: int, settings: train.Settings = SETTINGS) -> Resu
     return result
 
 
-def check_same(result: Result, folder: Path, want: tuple[Result, Path]) -> None:
-    assert replace(result, seconds_per_step=0.0) == replace(want[0], seconds_per_step=0.0)
-    jax.tree.map(lambda got, wanted: np.testing.assert_array_equal(got, wanted, strict=True), last_state(folder), last_state(want[1]))
-
-
 def test_resumed_run_is_bit_identical(resumable: Path, uninterrupted: tuple[Result, Path]) -> None:
-    check_same(resume(resumable, 9), resumable, uninterrupted)
+    check_same((resume(resumable, 9), resumable), uninterrupted)
 
 
 def test_saves_change_nothing(uninterrupted: tuple[Result, Path]) -> None:
@@ -100,7 +74,7 @@ def test_saves_change_nothing(uninterrupted: tuple[Result, Path]) -> None:
 
 
 def test_finished_run_reports_again(uninterrupted: tuple[Result, Path]) -> None:
-    check_same(resume(uninterrupted[1], STEPS), uninterrupted[1], uninterrupted)
+    check_same((resume(uninterrupted[1], STEPS), uninterrupted[1]), uninterrupted)
 
 
 def test_half_written_save_is_not_loaded(resumable: Path) -> None:
@@ -114,19 +88,15 @@ def test_half_written_save_is_not_loaded(resumable: Path) -> None:
 def test_killed_run_goes_on(compiled_once: Path, uninterrupted: tuple[Result, Path], tmp_path: Path) -> None:
     """SIGKILL as soon as there is a save, which finds the process in a step or in the next save."""
     folder = tmp_path / "saves"
-    environment = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "JAX_COMPILATION_CACHE_DIR": str(compiled_once),
-        "JAX_NUM_CPU_DEVICES": str(jax.device_count()),  # else the compiled step is another one
-    }
+    devices = {"JAX_NUM_CPU_DEVICES": str(jax.device_count())}  # else the compiled step is another one
     command = [sys.executable, train.__file__, *ASKED, f"--checkpoint={folder}"]
-    with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None and not any(entry.name.isdecimal() for entry in folder.glob("*")):
+    with subprocess.Popen(command, env=environment(sys.path, compiled_once) | devices, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not saves_in(folder):
             time.sleep(0.02)
         process.kill()
     assert process.returncode == -signal.SIGKILL
-    step = max(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
-    check_same(resume(folder, step), folder, uninterrupted)
+    step = saves_in(folder)[-1]
+    check_same((resume(folder, step), folder), uninterrupted)
 
 
 def test_another_number_of_workers(resumable: Path) -> None:
@@ -134,7 +104,7 @@ def test_another_number_of_workers(resumable: Path) -> None:
     result = resume(resumable, 9, replace(SETTINGS, workers=3))
     assert (result.workers, result.steps, len(result.history["loss"])) == (3, STEPS, STEPS)
     assert [len(counts) for counts in result.history["selected_per_worker"]] == [2] * 9 + [3] * (STEPS - 9)
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(optax.tree.get(last_state(resumable), "residual"))}
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(optax.tree.get(last_state(result, resumable), "residual"))}
     assert rows == {3}
 
 

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
+from compiling import HLO_OF_USERS
 from simulate import AXIS, mesh, metrics
 
 N = 4
@@ -152,7 +153,7 @@ def _compiled(program: Any) -> list[tuple[str, int]]:
 def test_compiled_program(min_size: int) -> None:
     """XLA adds no collective of its own, and none is as large as the gradient."""
     fun, args = _training(min_size=min_size) if min_size else _training()
-    sizes = _compiled(fun.lower(*args).compile())
+    sizes = _compiled(fun.lower(*args).compile(HLO_OF_USERS))
     words = _split(fun, args)[0][0].shape[0]
     dense = 20 if min_size else 0
     assert sorted(sizes) == [("all-gather", N * words), ("all-reduce", N * SLOTS + 2 + dense)]
@@ -167,7 +168,7 @@ def test_bytes_for_each_selected_element(wire_dtype: Any, most: float) -> None:
     state = jax.eval_shape(exdyna_jax.exdyna(density, AXIS, num_workers=n).init, jax.ShapeDtypeStruct((size,), jnp.float32))
     specs = exdyna_jax.state_specs(state, AXIS)
     mapped = jax.shard_map(lambda g, s: tx.update(g[0], s), mesh=mesh(n), in_specs=(P(AXIS), specs), out_specs=(P(), specs))
-    program = jax.jit(mapped, donate_argnums=1).lower(jax.ShapeDtypeStruct((n, size), jnp.float32), state).compile()
+    program = jax.jit(mapped, donate_argnums=1).lower(jax.ShapeDtypeStruct((n, size), jnp.float32), state).compile(HLO_OF_USERS)
     ring = {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n, "all-to-all": (n - 1) / n}
     assert sum(ring[kind] * 4 * elements for kind, elements in _compiled(program)) <= most * int(density * size)
 

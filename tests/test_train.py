@@ -1,7 +1,6 @@
 """The command line of the training example: what it writes, that it repeats itself, and how it takes bad input."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import jax
 import pytest
 
 import train
+from compiling import environment
 
 SETTINGS = train.Settings(workers=2, steps=12, batch=8, seed=5, optimizer="adamw")
 ASKED = ["--workers=2", "--steps=12", "--batch=8", "--seed=5", "--optimizer=adamw"]
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
     command = [sys.executable, train.__file__, *ASKED, "--json=run.json", "--plot=run.png"]
-    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment(sys.path), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return Run(folder, done.stdout, json.loads((folder / "run.json").read_text()))
 

@@ -180,6 +180,18 @@ def _occupied(workers: Workers) -> tuple[str, ...]:
     return tuple(axis for axis in workers.axes if lax.axis_size(axis) > 1)
 
 
+def behind(x: jax.Array, received: jax.Array | None) -> jax.Array:
+    """`x`, to be sent only when `received` has come.
+
+    Messages that don't depend on each other may be sent in a different order on each device of a CPU, and wait for each other for ever. So a
+    zero is added that depends on what came, and that the compiler can't know to be one.
+    """
+    if received is None or _varying(received) - _varying(x):
+        return x
+    bits = lax.bitcast_convert_type(received.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return x + jnp.minimum(jnp.abs(bits >> 31), 0).astype(x.dtype)
+
+
 def ring_mean(x: jax.Array, members: int, workers: Workers) -> jax.Array:
     """Mean of a flat array over groups of `members` neighbouring workers, the same to the bit on all of a group.
 

@@ -19,6 +19,7 @@ from exdyna_jax._collectives import (
     agreed,
     alike,
     axis_tuple,
+    behind,
     bind,
     bound_size,
     check_permutes,
@@ -309,7 +310,7 @@ def _mix(
     workers: Workers,
 ) -> tuple[list[jax.Array], GossipState]:
     """The updates that take each worker's parameters to those mixed with its peers', and the state after."""
-    mine = [(_wide(p) + _wide(u).astype(_wide(p).dtype)).astype(p.dtype) for p, u in zip(old, steps, strict=True)]  # as apply_updates does
+    mine = [_rounded(_wide(p) + _wide(u).astype(_wide(p).dtype), p.dtype) for p, u in zip(old, steps, strict=True)]  # as by apply_updates
     n = workers.size // members
     if keep is None or state.weight is None:
         theirs, weight, share = _exchanged(mine, exchange, workers), None, jnp.full(1, 0.5, jnp.float32)
@@ -336,25 +337,30 @@ def _with_weight(exchange: Exchange, position: int) -> Exchange:
 
 
 def _exchanged(arrays: list[jax.Array], exchange: Exchange, workers: Workers) -> list[jax.Array]:
-    """What a worker receives in place of what it sends."""
-    sends = [lambda message, row=row: [permute(x, row, workers) for x in message] for row in exchange.rows]
-    received = []
+    """What a worker receives in place of what it sends; one message after the other."""
+    sends = [lambda x, row=row: permute(x, row, workers) for row in exchange.rows]
+    came: list[list[jax.Array]] = []
+    last = None
     for i, segment in enumerate(exchange.segments):
-        message = pack(arrays, segment)
-        received.append(lax.switch(exchange.chosen[i], sends, message) if len(sends) > 1 else sends[0](message))
-    return unpack(arrays, exchange.segments, received)
+        came.append([])
+        for x in pack(arrays, segment):
+            message = behind(x, last)
+            last = lax.switch(exchange.chosen[i], sends, message) if len(sends) > 1 else sends[0](message)
+            came[-1].append(last)
+    return unpack(arrays, exchange.segments, came)
 
 
 def _mean_in_group(steps: list[jax.Array], members: int, workers: Workers, fast: tuple[str, ...]) -> list[jax.Array]:
     """The updates averaged over the other axes, and over neighbours along this one."""
-    if fast:
-        steps = [pmean(_wide(u), fast).astype(u.dtype) for u in steps]
-    if members == 1 or not steps:
+    if members == 1 and not fast:
         return steps
     wide = [_wide(u) for u in steps]
     whole = (tuple(Piece(i, 0, u.size) for i, u in enumerate(wide)),)
-    means = unpack(wide, whole, [[ring_mean(x, members, workers) for x in pack(wide, *whole)]])
-    return [mean.astype(u.dtype) for mean, u in zip(means, steps, strict=True)]
+    means: list[jax.Array] = []
+    for x in pack(wide, *whole):
+        x = behind(x, means[-1] if means else None)
+        means.append(pmean(x, fast) if fast else ring_mean(x, members, workers))
+    return [mean.astype(u.dtype) for mean, u in zip(unpack(wide, whole, [means]), steps, strict=True)]
 
 
 def _group_bytes(steps: list[jax.Array], members: int, fast: tuple[str, ...]) -> float:
@@ -365,6 +371,12 @@ def _group_bytes(steps: list[jax.Array], members: int, fast: tuple[str, ...]) ->
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(widest(x.dtype, jnp.float32))
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """In a narrower dtype, in earnest: XLA may otherwise leave out the rounding of what is made wide again, here but not at the receiver."""
+    limits = jnp.finfo(dtype)
+    return (x if limits.bits >= jnp.finfo(x.dtype).bits else lax.reduce_precision(x, limits.nexp, limits.nmant)).astype(dtype)
 
 
 def _as_scalar(x: jax.Array, like: jax.Array) -> jax.Array:

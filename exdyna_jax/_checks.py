@@ -241,14 +241,14 @@ def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tu
     rows = {x.shape for x in jax.tree.leaves(own)}
     if rows != {(1,)}:
         raise ValueError(
-            f"What the state holds of this worker has shape {rows.pop()} instead of (1,). Either it is that of all workers: pass "
-            "exdyna_jax.state_specs(state, axis_name) as in_specs of the state; or it was made for another number of workers: call init anew."
+            f"What the state holds of this worker has shape {rows.pop()} instead of (1,). Either it is that of all workers: "
+            "pass exdyna_jax.state_specs(state, axis_name) as in_specs of the state; or it was made for another number: call init anew."
         )
     floating = jax.tree.map(lambda p: p if takes_part(p) else None, params)
     equal = replicated_paths(floating, workers.axes) or replicated_paths(own, workers.axes)
     if equal:
         raise ValueError(
-            f"The parameters or the state at {equal[0]!r} are typed as equal on all workers along {workers.axes}, but each worker has its own: "
+            f"The parameters or the state at {equal[0]!r} are typed as equal on all workers along {workers.axes}, but each has its own: "
             "give them a row for each with exdyna_jax.replicate_params, and pass exdyna_jax.state_specs((params, state), axis_name) as "
             "in_specs and out_specs."
         )

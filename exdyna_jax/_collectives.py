@@ -183,8 +183,8 @@ def _occupied(workers: Workers) -> tuple[str, ...]:
 def behind(x: jax.Array, received: jax.Array | None) -> jax.Array:
     """`x`, to be sent only when `received` has come.
 
-    Messages that don't depend on each other may be sent in a different order on each device of a CPU, and wait for each other for ever. So a
-    zero is added that depends on what came, and that the compiler can't know to be one.
+    Messages that don't depend on each other may be sent in a different order on each device of a CPU, and wait for each other for ever.
+    So a zero is added that depends on what came, and that the compiler can't know to be one.
     """
     if received is None or _varying(received) - _varying(x):
         return x

@@ -34,7 +34,7 @@ def replicate_params(params: Any, num_workers: int) -> Any:
 
 
 def average_params(params: Any, weight: jax.Array | None = None) -> Any:
-    r"""One model of those of all workers, :math:`\bar\theta = \sum_i w_i \theta_i / \sum_i w_i`: to evaluate, to export, to start again from.
+    r"""One model of those of all workers, :math:`\bar\theta = \sum_i w_i \theta_i / \sum_i w_i`: to evaluate, to export, to start from.
 
     Args:
       params: a pytree of arrays `[n, *shape]`, outside of `shard_map`, and sharded or not.

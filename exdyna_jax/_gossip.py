@@ -112,11 +112,12 @@ def crossover(
     Returns:
       An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `GossipState`: inside the axis this worker's; outside, with
       `num_workers`, from parameters `[n, *shape]`, that of all workers. `update(updates, state, params)` needs the parameters; its
-      updates differ between workers, in the dtypes of the incoming ones. Leaves that are not real floating point, or empty, pass as they are.
+      updates differ between workers, in the dtypes of the incoming ones. Leaves that are not real floating point, or empty, pass as they
+      are.
 
     Raises:
-      ValueError: for options out of range; for more groups than workers, groups of unequal size, labels that don't cover the parameters, and
-        `params` not given, at trace time; there too for parameters or a state that are typed as equal on all workers.
+      ValueError: for options out of range; at trace time for more groups than workers, groups of unequal size, labels that don't cover the
+        parameters, `params` not given, and parameters or a state that are typed as equal on all workers.
 
     Example:
       Two workers, who have nobody else to mix with:
@@ -374,7 +375,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """In a narrower dtype, in earnest: XLA may otherwise leave out the rounding of what is made wide again, here but not at the receiver."""
+    """In a narrower dtype, in earnest: XLA may leave out the rounding of what is made wide again, here but not at the receiver."""
     limits = jnp.finfo(dtype)
     return (x if limits.bits >= jnp.finfo(x.dtype).bits else lax.reduce_precision(x, limits.nexp, limits.nmant)).astype(dtype)
 

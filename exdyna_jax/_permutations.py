@@ -1,6 +1,7 @@
 """Who sends to whom: fair permutations of the workers, in numpy, before anything is traced.
 
-A permutation is int [n]: worker i sends to `row[i]`. None has a fixed point, so that everyone sends once, receives once, and never to itself.
+A permutation is int [n]: worker i sends to `row[i]`. None has a fixed point, so that everyone sends once and receives once, never to
+itself.
 """
 
 import functools

@@ -83,9 +83,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       `skipped_in_a_row`, `gradients_identical`, `bytes_sent`, `bytes_dense`; without what a method doesn't have. `Metrics` says what each
       is. On a state stacked by `pmap` or `vmap` they keep the leading axis.
 
-      For gossip `consensus_distance`, `bytes_sent` and `bytes_dense`. The first estimates how far workers were from their mean before the last
-      mixing, as `exdyna_jax.consensus_distance` measures it, from what each received: the root of the mean over the workers of an estimate that
-      is unbiased in squares where peers are drawn from all. Inside the axis it is the worker's own.
+      For gossip `consensus_distance`, `bytes_sent` and `bytes_dense`. The first estimates how far workers were from their mean before the
+      last mixing, as `exdyna_jax.consensus_distance` measures it, from what each received: the root of the mean over the workers of an
+      estimate that is unbiased in squares where peers are drawn from all. Inside the axis it is the worker's own.
 
     Raises:
       ValueError: for none or several states.
@@ -154,8 +154,8 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
         raise ValueError(f"num_workers={num_workers!r} is not a positive int.")
     if any(isinstance(node, GossipState) for node in jax.tree.leaves(opt_state, is_leaf=_is_reporting)):
         raise ValueError(
-            "Gossip has no residual to hand on, but parameters on each worker: average them with exdyna_jax.average_params, give them to the "
-            "new workers with exdyna_jax.replicate_params, and call init anew."
+            "Gossip has no residual to hand on, but parameters on each worker: average them with exdyna_jax.average_params, give them to "
+            "the new workers with exdyna_jax.replicate_params, and call init anew."
         )
     if not any(_is_ours(node) for node in jax.tree.leaves(opt_state, is_leaf=_is_ours)):
         raise ValueError("There is no sparsifier state in this tree: hand in the optimizer state, or what holds it.")

@@ -70,6 +70,26 @@ def selection_ms(method: str, make: Make, density: float, params: Any, n: int, r
     return 1000 * statistics.median(times)
 
 
+def update_alone(make: Make, density: float, n: int) -> Callable[[Any, Any], Any]:
+    """The whole update of one worker of n: what `update` of the method does, without the exchange.
+
+    Its results make sense only where it doesn't matter which worker looks where; its time always does.
+
+    Args:
+      make: the method.
+      density: asked for.
+      n: workers.
+    """
+    tx = make(density, _AXIS, num_workers=n)
+
+    def update(gradient: Any, state: Any) -> Any:
+        jaxpr, results = _trace(tx, gradient, state, n)
+        wanted, structure = jax.tree.flatten(results)
+        return jax.tree.unflatten(structure, _evaluate(jaxpr, n, wanted, gradient, state))
+
+    return update
+
+
 def _own(state: Any) -> Any:
     """The first worker's state out of that of all workers; under jit the others' are never made."""
     residual, velocity = jax.tree.map(lambda leaf: leaf[:1], (state.residual, state.velocity))
@@ -115,4 +135,5 @@ _STAND_INS: dict[str, Callable[[Any, int], Any]] = {
     "psum": lambda x, n: x * n if jnp.issubdtype(x.dtype, jnp.floating) else x,  # integers are broadcast that way: one worker's, else 0
     "pmax": lambda x, n: x,
     "ppermute": lambda x, n: x,
+    "all_to_all": lambda x, n: jnp.broadcast_to(x[:1], x.shape),
 }

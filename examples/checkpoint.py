@@ -41,7 +41,10 @@ class Saves:
         self._directory, self._every, self._say = directory, every, say
         # in the background it would read arrays that the next step donates
         options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        try:
+            self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        except OSError as error:
+            raise ValueError(f"checkpoint={str(directory)!r}: can't save there: {error.strerror}") from error
 
     def newest(self, settings: Mapping[str, Any]) -> Log:
         """The log of the newest save, or one of a run that has yet to begin. Raises a ValueError if it was a run with other settings."""

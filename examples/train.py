@@ -8,16 +8,18 @@ The workers are accelerators where there are enough of them, otherwise virtual C
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
@@ -105,7 +107,27 @@ class Settings:
 
 
 Report = Callable[[History, int], None]  # is shown the history so far, and how many steps it will have, every few steps
-Alter = Callable[[int, Batch], Batch]  # (step from 1 on, batch of all workers, one after the other) -> what to train on instead
+Alter = Callable[[int, Batch], Batch]  # (step from 1 on, batch of this process's workers, in order) -> what to train on instead
+Watch = Callable[[str, bool], None]  # is told what begins now, and whether it may take as long as it likes: compiling, for instance
+
+
+class Mapped(NamedTuple):
+    """The step of all workers, and the form in which it keeps the state: the global view, or another."""
+
+    step: Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]  # (state, batch of this process's workers) -> (state, metrics)
+    enter: Callable[[TrainState], Any] = lambda state: state  # out of the global view
+    leave: Callable[[Any], TrainState] = lambda state: state  # and back
+
+
+Map = Callable[[Task, Any, jax.Array, Columns, int], Mapped]  # (task, shapes of the state, key, data, samples per worker) -> the step
+
+
+def by_shard_map(task: Task, shapes: Any, key: jax.Array, columns: Columns, batch: int) -> Mapped:
+    """The step as one program over the mesh."""
+    mesh = mesh_of(shapes)
+    rows = NamedSharding(mesh, P(AXIS))
+    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(columns, batch * mesh.size, rows)).compile()
+    return Mapped(lambda state, batch: compiled(state, jax.make_array_from_process_local_data(rows, batch)))
 
 
 def train(
@@ -113,12 +135,30 @@ def train(
     report: Report = lambda history, steps: None,
     saves: Saves | None = None,
     alter: Alter = lambda step, batch: batch,
+    *,
+    own: Columns | None = None,
+    map_step: Map = by_shard_map,
+    watch: Watch = lambda what, slow: None,
 ) -> Result:
-    """Trains once, from the newest save on if there is one, and evaluates. Raises a ValueError for settings that can't work together."""
+    """Trains once, from the newest save on if there is one, and evaluates. Where there are several processes, all call it.
+
+    Args:
+      settings: what to train, the same in all processes.
+      report: is shown the progress.
+      saves: where to save. Each process has its own, of the same directory.
+      alter: changes batches.
+      own: this process's shard of the training data. It may have another length than that of other processes, since the number of steps
+        does not depend on it: a shorter one just begins its next epoch earlier. Default: all of the task's.
+      map_step: by what the workers run the step.
+      watch: is told of everything that waits for other processes.
+
+    Raises:
+      ValueError: for settings that can't work together.
+    """
     task = load_task(settings.task)
+    columns = task.train if own is None else own
     steps = settings.steps or task.steps
     peak = settings.learning_rate or task.learning_rates[settings.optimizer]
-    _check_share(settings, count(task.train))
     asked = asdict(settings) | {
         "steps": steps,
         "learning_rate": peak,
@@ -127,8 +167,8 @@ def train(
     log = saves.newest(asked) if saves else Log(asked, 0, {}, 0.0)
 
     mesh = make_mesh(settings.workers)
-    rows = NamedSharding(mesh, P(AXIS))
-    per_step = settings.batch * settings.workers
+    here = len(mesh.local_devices)  # workers of this process
+    check_share(settings, count(columns), here)
     key, key_init = jax.random.split(jax.random.key(settings.seed))
 
     create = partial(_create, task, make_optimizer(settings, steps, peak))
@@ -138,27 +178,34 @@ def train(
         state = _restore(saves, log, jax.eval_shape(partial(_create, task, before), key_init), shapes, settings.workers)
     else:
         state = jax.jit(create, out_shardings=_shardings(shapes))(key_init)
-    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(task.train, per_step, rows)).compile()
+    mapped = map_step(task, shapes, key, columns, settings.batch)
+    state = mapped.enter(state)
 
     history, pending = log.history, list[dict[str, jax.Array]]()
     began = time.perf_counter() - log.seconds
-    for step, batch in enumerate(training_batches(task.train, per_step, settings.seed, log.step, steps), start=log.step + 1):
-        state, measured = compiled(state, jax.device_put(alter(step, batch), rows))
+    # a process that runs ahead of the others can't tell in which step one of them has died
+    fetch_every = _FETCH_EVERY if jax.process_count() == 1 else 1
+    for step, batch in enumerate(training_batches(columns, settings.batch * here, settings.seed, log.step, steps), start=log.step + 1):
+        watch(f"step {step}", step == log.step + 1)
+        state, measured = mapped.step(state, alter(step, batch))
         pending.append(measured)
         due = saves is not None and saves.due(step, steps)
-        if due or step % _FETCH_EVERY == 0 or step == steps:
+        if due or step % fetch_every == 0 or step == steps:
             _fetch(pending, history)
             if saves and due:
+                watch(f"the save at step {step}", False)
                 paused = time.perf_counter()
-                saves.save(state, Log(asked, step, history, paused - began))
+                saves.save(mapped.leave(state), Log(asked, step, history, paused - began))
                 began += time.perf_counter() - paused
             report(history, steps)
     seconds = time.perf_counter() - began
 
-    scores = evaluate(task, state.params, mesh, per_step)
+    watch("the evaluation", True)
+    params = mapped.leave(state).params
+    scores = evaluate(task, params, mesh, settings.batch * settings.workers)
     return Result(
         **asked,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
         accuracy=scores["accuracy"],
         loss=scores["loss"],
         bytes_sent=sum(history["bytes_sent"]),
@@ -168,12 +215,11 @@ def train(
     )
 
 
-def _check_share(settings: Settings, samples: int) -> None:
-    share = samples // settings.workers
+def check_share(settings: Settings, samples: int, workers: int) -> None:
+    """Raises a ValueError if a process has too few samples for one batch of its workers."""
+    share = samples // workers
     if settings.batch > share:
-        raise ValueError(
-            f"batch={settings.batch} is more than a worker's share: {share} of {samples} samples with {settings.workers} workers"
-        )
+        raise ValueError(f"batch={settings.batch} is more than a worker's share: {share} of {samples} samples with {workers} workers")
 
 
 def _fetch(pending: list[dict[str, jax.Array]], history: History) -> None:
@@ -224,7 +270,13 @@ def _shardings(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
-def _batch_shapes(columns: Columns, size: int, sharding: Sharding) -> Any:
+def mesh_of(shapes: Any) -> Mesh:
+    """The mesh on which a state is laid out."""
+    mesh: Mesh = jax.tree.leaves(shapes)[0].sharding.mesh
+    return mesh
+
+
+def _batch_shapes(columns: Columns, size: int, sharding: NamedSharding) -> Any:
     def shape(column: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype), sharding=sharding)
 
@@ -235,17 +287,19 @@ def _restore(saves: Saves, log: Log, then: TrainState, now: TrainState, workers:
     """The saved state as it is laid out `now`. `then` has the shapes that it was saved in, of as many workers as there were."""
     if log.settings["workers"] == workers:
         return saves.state(log, now)
-    lone = SingleDeviceSharding(jax.tree.leaves(now)[0].sharding.mesh.devices.flat[0])  # its rows need not divide among the devices
+    lone = SingleDeviceSharding(mesh_of(now).local_devices[0])  # its rows need not divide among the devices
     saved = reshard(saves.state(log, jax.tree.map(lambda leaf: leaf.update(sharding=lone), then)), workers)
     shapes, treedef = jax.tree.flatten(now)
-    return jax.tree.unflatten(treedef, map(jax.device_put, jax.tree.leaves(saved), (leaf.sharding for leaf in shapes)))
+    return jax.tree.unflatten(treedef, map(_place, jax.tree.leaves(saved), (leaf.sharding for leaf in shapes)))
 
 
-def make_step(task: Task, shapes: TrainState, key: jax.Array) -> Any:
-    """The jitted step: (state, batch) -> (state, metrics)."""
-    shardings = _shardings(shapes)
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    mesh = jax.tree.leaves(shardings)[0].mesh
+def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """What each process has whole, laid out over the devices of all of them."""
+    return jax.make_array_from_callback(leaf.shape, sharding, np.asarray(leaf).__getitem__)
+
+
+def one_step(task: Task, key: jax.Array) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """One worker's step: (state, its batch) -> (state, metrics)."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         mine = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
@@ -253,26 +307,64 @@ def make_step(task: Task, shapes: TrainState, key: jax.Array) -> Any:
         state = state.apply_gradients(grads=grads)
         return state, lax.pmean({"loss": loss, **means}, AXIS) | metrics(state.opt_state)
 
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
+    return step
+
+
+def make_step(task: Task, shapes: TrainState, key: jax.Array) -> Any:
+    """The jitted step of all workers: (state, batch) -> (state, metrics)."""
+    shardings = _shardings(shapes)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    mesh = mesh_of(shapes)
+    sharded = jax.shard_map(one_step(task, key), mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
     return jax.jit(sharded, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
 
 
 def evaluate(task: Task, params: Any, mesh: Mesh, per_step: int) -> dict[str, float]:
-    """The means of the scores over the held-out samples, each counted once."""
-    score = jax.jit(task.score)
+    """The means of the scores over the held-out samples, each counted once. Every process has all of them, and scores its rows."""
+    rows, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
+
+    @partial(jax.jit, out_shardings=everywhere)
+    def add_up(params: Any, batch: Batch, counting: int) -> dict[str, jax.Array]:
+        return {name: jnp.where(jnp.arange(per_step) < counting, x, 0).sum() for name, x in task.score(params, batch).items()}
+
     sums: dict[str, float] = {}
     for batch, counting in held_out_batches(task.test, per_step):
-        for name, values in jax.device_get(score(params, jax.device_put(batch, NamedSharding(mesh, P(AXIS))))).items():
-            sums[name] = sums.get(name, 0.0) + float(values[:counting].sum())
+        placed = {name: _place(column, rows) for name, column in batch.items()}
+        for name, total in jax.device_get(add_up(params, placed, counting)).items():
+            sums[name] = sums.get(name, 0.0) + float(total)
     return {name: total / count(task.test) for name, total in sums.items()}
 
 
-def main() -> None:
-    parser = Parser(description="Train one task with one method and report what was sent and what came of it.", allow_abbrev=False)
+@dataclass(frozen=True)
+class Output:
+    """Where the command line asks to save and to write."""
+
+    checkpoint: Path | None
+    save_every: int | None
+    json: Path | None
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        if self.save_every is not None and not self.checkpoint:
+            raise ValueError("--save-every only goes with --checkpoint DIR")
+
+    def saves(self, say: Callable[[str], None]) -> Saves | None:
+        """The saves that are asked for; the line about a run that is taken up again goes to `say`."""
+        return Saves(self.checkpoint, 100 if self.save_every is None else self.save_every, say) if self.checkpoint else None
+
+    def write(self, result: Result) -> None:
+        """Writes the figures and the picture."""
+        if self.json:
+            write_json(self.json, asdict(result))
+        if self.plot:
+            plot(self.plot, result)
+
+
+def add_flags(parser: Parser) -> None:
+    """All flags but those that say what the workers are."""
     parser.add_argument("--task", choices=TASKS, default=Settings.task)
     parser.add_argument("--method", choices=METHODS, default=Settings.method)
     parser.add_argument("--density", type=float, default=Settings.density, help="share of the gradient to send, in (0, 1]")
-    parser.add_argument("--workers", type=int, default=Settings.workers, help="data-parallel workers, each on a device of its own")
     parser.add_argument("--steps", type=int, help="default: the task's own")
     parser.add_argument("--batch", type=int, default=Settings.batch, help="samples per worker and step")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of parameters, order of the data, and dropout")
@@ -283,22 +375,28 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="with --checkpoint; default: 100")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw loss, density, threshold and imbalance here")
+
+
+def asked_for(arguments: dict[str, Any]) -> tuple[Settings, Output]:
+    """What the flags ask for; raises a ValueError for what can't be."""
+    names = [field.name for field in fields(Output)]
+    return Settings(**{name: value for name, value in arguments.items() if name not in names}), Output(*(arguments[name] for name in names))
+
+
+def main() -> None:
+    parser = Parser(description="Train one task with one method and report what was sent and what came of it.", allow_abbrev=False)
+    parser.add_argument("--workers", type=int, default=Settings.workers, help="data-parallel workers, each on a device of its own")
+    add_flags(parser)
     arguments = vars(parser.parse_args())
-    json_file, plot_file, directory, save_every = (arguments.pop(name) for name in ("json", "plot", "checkpoint", "save_every"))
     console = Console()
     with parser.complaining():
-        settings = Settings(**arguments)
-        if save_every is not None and not directory:
-            raise ValueError("--save-every only goes with --checkpoint DIR")
+        settings, output = asked_for(arguments)
         provide_devices(settings.workers)
-        saves = Saves(directory, 100 if save_every is None else save_every, console.print) if directory else None
+        saves = output.saves(console.print)
         with progress(console) as show:
             result = train(settings, show, saves)
         console.print(table(result))
-        if json_file:
-            write_json(json_file, asdict(result))
-        if plot_file:
-            plot(plot_file, result)
+        output.write(result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`python -m exdyna_jax plan`: does it pay, before anything runs."""
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -44,18 +45,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     planner.add_argument("--json", type=_file, metavar="FILE", help="write the figures to this file")
     args = parser.parse_args(arguments)
-    if args.selection is None:
-        print("measuring a worker's own work on this machine (--selection says it instead) ...", file=sys.stderr, flush=True)
+    asked = functools.partial(
+        plan,
+        args.params,
+        args.density,
+        args.workers,
+        workers_per_host=args.workers_per_host,
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+    )
     try:
-        found = plan(
-            args.params,
-            args.density,
-            args.workers,
-            workers_per_host=args.workers_per_host,
-            bandwidth=args.bandwidth,
-            latency=args.latency,
-            selection=args.selection,
-        )
+        if args.selection is None:
+            asked(selection=1.0)  # complains before anything is measured
+            print("measuring a worker's own work on this machine (--selection says it instead) ...", file=sys.stderr, flush=True)
+        found = asked(selection=args.selection)
         if args.json:
             args.json.write_text(json.dumps(figures(found), indent=2, allow_nan=False) + "\n")
     except (ValueError, OSError) as error:

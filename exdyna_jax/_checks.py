@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from exdyna_jax._collectives import Workers, bound_size, replicated_paths, unmanaged_axes
+from exdyna_jax._collectives import Workers, bound_size, path_name, replicated_paths, unmanaged_axes
 from exdyna_jax._layout import takes_part
 
 
@@ -27,7 +27,7 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
     if not _is_int(options.every_k) or options.every_k < 1:
         raise ValueError(f"every_k={options.every_k!r} is not a positive int: exchange every so many steps, 1 is every step.")
     momentum = options.momentum
-    if momentum is not None and (not isinstance(momentum, (int, float)) or not 0 <= momentum < 1):
+    if momentum is not None and (not _is_number(momentum) or not 0 <= momentum < 1):
         raise ValueError(f"momentum={momentum!r} is not in [0, 1): momentum correction decays by it; None turns it off.")
     wire = options.wire_dtype
     if wire is not None and _dtype("wire_dtype", wire) not in ("bfloat16", "float16", "float32"):
@@ -52,30 +52,41 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def check_workers(num_workers: Any) -> None:
+    if not _is_int(num_workers) or num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r} is not a positive int: give the number of workers that go on.")
+
+
 def check_blocks(num_blocks: Any) -> None:
     if num_blocks is not None and (not _is_int(num_blocks) or num_blocks < 1):
         raise ValueError(f"num_blocks={num_blocks!r} is not a positive int: leave it out, or say into how many blocks to cut the gradient.")
 
 
 def check_capacity(capacity_factor: Any) -> None:
-    if not isinstance(capacity_factor, (int, float)) or not capacity_factor >= 1:
-        raise ValueError(f"capacity_factor={capacity_factor!r} is below 1: a worker could then not even send its share. Try 1.5.")
+    if not _is_number(capacity_factor) or not capacity_factor >= 1:
+        raise ValueError(
+            f"capacity_factor={capacity_factor!r} is not an int or float of at least 1: less is not even a worker's share. Try 1.5."
+        )
 
 
 def check_threshold(threshold: Any) -> None:
-    if threshold is not None and (not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf):
+    if threshold is not None and (not _is_number(threshold) or not 0 < threshold < math.inf):
         raise ValueError(f"threshold={threshold!r} is not a positive number: zeros would be sent too. Leave it out for 1 / (2 sqrt(k)).")
 
 
 def check_beta(beta: Any, every_k: Any) -> None:
-    if not isinstance(beta, (int, float)) or not 0 < beta <= 1:
+    if not _is_number(beta) or not 0 < beta <= 1:
         raise ValueError(f"beta={beta!r} is not in (0, 1]: it is the share of what is not sent that the residual takes up; 1 takes up all.")
     if beta < 1 and every_k != 1:
         raise ValueError(f"beta={beta} with every_k={every_k}: a low-pass memory can't accumulate whole gradients. Set one of them to 1.")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
+    if value not in list(choices):
         raise ValueError(f"{name}={value!r} is not one of {', '.join(repr(choice) for choice in choices)}.")
 
 
@@ -100,14 +111,14 @@ def check_params(params: Any) -> None:
     """Parameters may be integers (their gradients are float0, and pass), but not complex."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise ValueError(f"Leaf {jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array: make it one with jnp.asarray.")
+            raise ValueError(f"Leaf {path_name(path)} is a {type(leaf).__name__}, not an array: make it one with jnp.asarray.")
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(_complex(path, leaf))
 
 
 def _complex(path: Any, leaf: Any) -> str:
     return (
-        f"Leaf {jax.tree_util.keystr(path)} is {leaf.dtype}: magnitudes of complex numbers are not compared here. "
+        f"Leaf {path_name(path)} is {leaf.dtype}: magnitudes of complex numbers are not compared here. "
         "Split it into real and imaginary parts, for example with optax.contrib.split_real_and_imaginary around the chain."
     )
 
@@ -133,7 +144,7 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
             f"The updates are {given}, but the state was made for {made_for}: call init with the parameters that these gradients belong to."
         )
     for (path, g), e in zip(gradients, jax.tree.leaves(residual), strict=True):
-        _check_leaf(jax.tree_util.keystr(path), path, g, e, workers)
+        _check_leaf(path_name(path), path, g, e, workers)
     floating = jax.tree.map(lambda g: g if takes_part(g) else None, updates)
     axes = workers.axes + fast
     summed = replicated_paths(floating, axes)
@@ -158,7 +169,10 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
     if jnp.issubdtype(g.dtype, jnp.complexfloating):
         raise ValueError(_complex(path, g))
     if g.dtype != jax.dtypes.float0 and not jnp.issubdtype(g.dtype, jnp.floating):
-        raise ValueError(f"Update leaf {name} is {g.dtype}, which is no gradient: keep integer leaves out with optax.masked or partition.")
+        raise ValueError(
+            f"Update leaf {name} is {g.dtype}, which is no gradient: differentiate with respect to floating-point parameters only, or give "
+            "such leaves a part of their own in optax.partition."
+        )
     if takes_part(g) and e.shape[1:] != g.shape:
         raise ValueError(
             f"Update leaf {name} has shape {g.shape}, its residual {e.shape}, which should be {(1, *g.shape)} on each worker: "
@@ -172,6 +186,7 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
         )
 
 
+<<<<<<< HEAD
 def check_gossip(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
     """Options that both kinds of gossip share, at construction."""
     n, groups = options.num_workers, options.groups
@@ -258,3 +273,26 @@ def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tu
             f"The updates at {averaged[0]!r} are equal along group_axis={fast} already, averaged or (by JAX, inside shard_map) summed. If "
             f"averaged, leave group_axis out; else take the gradients with exdyna_jax.local_value_and_grad(loss, {workers.axes + fast})."
         )
+=======
+def check_state(state: Any, control: Any, momentum: float | None, n: int) -> None:
+    """A state that belongs to another transformation, at trace time; `control` is what `init` would make, as shapes."""
+    rows = jnp.shape(state.metrics.selected_per_worker)
+    if rows != (n,):
+        raise ValueError(
+            f"The state was made for {rows[-1]} workers and there are {n}: make it anew with init, or convert it with exdyna_jax.reshard."
+        )
+    anew = "call init again; to keep what waits to be sent, put the old residual into its result with _replace(residual=...)."
+    if (state.velocity is None) != (momentum is None):
+        has = "no velocity" if state.velocity is None else "a velocity"
+        raise ValueError(f"momentum={momentum}, but the state has {has}: {anew}")
+    given, expected = _form(state.control), _form(control)
+    if given != expected:
+        raise ValueError(
+            "The state was made by another method, or with other rules or num_blocks: what steers it has shapes "
+            f"{given[1]}, not {expected[1]}. Go back to these, or {anew}"
+        )
+
+
+def _form(tree: Any) -> tuple[Any, Any]:
+    return jax.tree.structure(tree), jax.tree.map(jnp.shape, tree)
+>>>>>>> origin/main

@@ -100,7 +100,12 @@ def replicated_paths(tree: Any, axes: tuple[str, ...]) -> list[str]:
     if not _tracked(axes):
         return []
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, leaf in leaves if not set(axes) <= _varying(leaf)]
+    return [path_name(path) for path, leaf in leaves if not set(axes) <= _varying(leaf)]
+
+
+def path_name(path: Any) -> str:
+    """A leaf's path for a message."""
+    return jax.tree_util.keystr(path) or "(the whole tree)"
 
 
 def all_gather(x: jax.Array, workers: Workers) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from exdyna_jax._collectives import Workers, agreed
@@ -53,10 +54,16 @@ def make_density(density: Any, max_density: float | None) -> Density:
 def _check_first(density: Any, schedule: Callable[[jax.Array], Any], most: float) -> None:
     """The schedule's first value says most of what can be wrong with it; later ones are known to the devices only."""
     first = schedule(jnp.int32(0))
+    if not _is_numeric(first):
+        raise ValueError(f"density={density!r} gives {first!r} for step 0, not a number: does the schedule return one?")
     if jnp.shape(first) != ():
         raise ValueError(f"density={density!r} gives shape {jnp.shape(first)} for step 0, not a scalar.")
     if not isinstance(first, jax.core.Tracer) and not 0 <= first <= most:
         raise ValueError(f"density={density!r} gives {first} for step 0, which is not in [0, max_density={most}]: raise max_density.")
+
+
+def _is_numeric(x: Any) -> bool:
+    return isinstance(x, (Real, np.ndarray, jax.Array)) and not isinstance(x, bool)
 
 
 def _most_k(density: float, size: int) -> int:

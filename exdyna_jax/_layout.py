@@ -19,7 +19,7 @@ from exdyna_jax._compact import WORD, lowest_bits, place_in, to_words, words_in
 
 _SMALL = 2**16  # elements: leaves with fewer are joined
 _CHUNK = 2**17  # elements that the marking loop takes at a time on CPU: 0.5 MiB fit the cache, and the loop's cost vanishes
-_WINDOW = 4096  # slots that are looked up or written at a time on CPU
+_WINDOW = 4096  # slots that are looked up or written at a time on CPU, at most
 _LARGEST_SPAN = 2**31 - 2 * WORD
 
 
@@ -93,6 +93,10 @@ def fitted(x: jax.Array, dtype: Any) -> jax.Array:
 
 def make_layout(tree: Any, residual_dtype: Any, min_size: float, wire_dtype: Any) -> Layout:
     """The index space of a pytree of arrays or of shapes; raises a ValueError where it outgrows int32."""
+    if residual_dtype is not None and jax.dtypes.canonicalize_dtype(residual_dtype) != jnp.dtype(residual_dtype):
+        raise ValueError(
+            f"residual_dtype={jnp.dtype(residual_dtype).name} needs jax.config.update('jax_enable_x64', True), or leave it out."
+        )
     sparse: list[Leaf] = []
     dense: list[Leaf] = []
     span = 0
@@ -280,7 +284,7 @@ def take(accumulator: Accumulator, indices: jax.Array, what: Callable[..., jax.A
             found = what(accumulator.momentum, *(x.at[at].get(mode="fill", fill_value=0) for x in terms))
             return window.write(values, jnp.where(at < piece.size, found.astype(values.dtype), window(values)))
 
-        values = _visit(piece, bounds, i, indices.size, look_up, values)
+        values = _visit(layout, i, bounds, indices.size, look_up, values)
     return values
 
 
@@ -316,7 +320,7 @@ def put(
             at = _unravel(_places(piece, window(indices)), piece.shape)
             return tuple(x.at[at].set(window(new).astype(x.dtype), mode="drop") for x, new in zip(arrays, news, strict=True))
 
-        results.append(_visit(piece, bounds, i, indices.size, write, arrays))
+        results.append(_visit(layout, i, bounds, indices.size, write, arrays))
     return results
 
 
@@ -334,23 +338,30 @@ class Window(NamedTuple):
         return lax.dynamic_update_slice(slots, values, (self.start,))
 
 
-def _visit(piece: Piece, bounds: tuple[jax.Array, jax.Array], i: int, slots: int, visit: Callable[[Window, Any], Any], carry: Any) -> Any:
+def _visit(layout: Layout, i: int, bounds: tuple[jax.Array, jax.Array], slots: int, visit: Callable[[Window, Any], Any], carry: Any) -> Any:
     """Calls `visit` on windows that cover the slots whose indices lie in piece i.
 
     A single leaf's slots lie one behind the other, from `bounds[0][i]` to `bounds[1][i]`; there can't be more of them than elements, so a
     small leaf needs one small window. A large one takes, on CPU, as many windows as its slots fill; elsewhere, where a loop is a train of
     kernel launches, one with all slots. So does a piece of several leaves, whose slots lie here and there.
     """
+    piece = layout.pieces[i]
     firsts, lasts = bounds
     if len(piece.leaves) > 1:
         return visit(Window(0, slots), carry)
-    if min(piece.size, slots) <= _WINDOW:
+    width = _width(slots * piece.size / layout.span)
+    if min(piece.size, slots) <= width:
         return visit(Window(firsts[i], min(piece.size, slots)), carry)
 
     def in_windows() -> Any:
-        return _while_below(firsts, lasts, i, _WINDOW, lambda first, carry: visit(Window(first, _WINDOW), carry), carry)
+        return _while_below(firsts, lasts, i, width, lambda first, carry: visit(Window(first, width), carry), carry)
 
     return lax.platform_dependent(cpu=in_windows, default=lambda: visit(Window(0, slots), carry))
+
+
+def _width(even: float) -> int:
+    """Slots of a window, where a piece has so many if all are spread evenly: twice as many, so that most pieces need one window."""
+    return min(_WINDOW, 2 ** max(math.ceil(math.log2(2 * even)), 6))
 
 
 def _bounds(layout: Layout, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -406,13 +417,20 @@ def sample(accumulator: Accumulator, most: int) -> tuple[jax.Array, int]:
     return jnp.concatenate(parts), stride
 
 
-def probe(accumulator: Accumulator, stride: int) -> jax.Array:
-    """[] in the layout's dtype: a scaled sum of every stride-th gradient element.
+def probe(accumulator: Accumulator, stride: int) -> tuple[jax.Array, jax.Array]:
+    """Of every stride-th gradient element: a scaled sum in the layout's dtype or a wider one, and whether all are finite.
 
-    Not finite if one of these elements isn't, and as good as never equal for two different gradients. The scale 2^-30 keeps the sum of
-    finite numbers finite.
+    The sum is as good as never equal for two different gradients. Its scale 2^-30 keeps the sum of finite numbers finite.
     """
     gradients = [terms[0] for terms in accumulator.pieces + accumulator.dense]
     dtype = widest(accumulator.layout.dtype, *(g.dtype for g in gradients))
-    scale = jnp.asarray(2.0**-30, dtype)
-    return sum((jnp.sum(g[::stride].astype(dtype) * scale) for g in gradients), start=jnp.zeros((), dtype))
+
+    def look(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # both at once: a sum by itself goes to a library in XLA for CPU, and takes three times as long
+        g = g[::stride].astype(dtype)
+        operands = g * jnp.asarray(2.0**-30, dtype), jnp.isfinite(g)
+        found: Any = lax.reduce(operands, (jnp.zeros((), dtype), jnp.bool(True)), lambda a, b: (a[0] + b[0], a[1] & b[1]), (0,))
+        return found
+
+    looked = [look(g) for g in gradients]
+    return sum((total for total, _ in looked), start=jnp.zeros((), dtype)), jnp.stack([jnp.bool(True), *(fine for _, fine in looked)]).all()

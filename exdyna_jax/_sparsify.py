@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from exdyna_jax._checks import check_options, check_params, check_update, workers_at_init
+from exdyna_jax._checks import check_options, check_params, check_state, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, compare, compare_bytes, dense_bytes, reduce, reduce_bytes
@@ -128,6 +128,8 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             raise ValueError(f"The state is a {type(state).__name__}, not a SparsifyState: hand in what init returned, or the last update.")
         workers = bind(axes)
         check_update(updates, state.residual, workers, fast, options.num_workers)
+        control, _, _ = jax.eval_shape(lambda: method.init(layout_of(updates), workers.size))
+        check_state(state, control, options.momentum, workers.size)
         if options.every_k == 1:
             means, state = exchange(updates, state, workers)
         else:
@@ -209,8 +211,8 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
 
         accumulator = accumulator_of(layout, options.momentum, tuple(map(terms, layout.leaves)), tuple(map(terms, layout.dense)))
         checked = options.nonfinite == "skip"
-        checksum = probe(accumulator, 1 if checked else _PROBE_STRIDE)
-        return accumulator, Local(checksum, jnp.isfinite(checksum) if checked else jnp.bool(True))
+        checksum, finite = probe(accumulator, 1 if checked else _PROBE_STRIDE)
+        return accumulator, Local(checksum, finite if checked else jnp.bool(True))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from exdyna_jax._checks import check_workers
 from exdyna_jax._collectives import AxisName, axis_tuple
 from exdyna_jax._gossip import GossipState
 from exdyna_jax._partition import Topology, repartition
@@ -132,7 +133,7 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
 
     Args:
       opt_state: an optax state, a TrainState, or any tree around sparsifier states, in the global view: residual leaves `[n, *shape]`.
-        Other leaves pass as they are.
+        Other leaves pass as they are. A TrainState keeps its old `tx`: `.replace(tx=...)` the new one.
       num_workers: m, the new number of workers.
 
     Returns:
@@ -150,8 +151,7 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
       >>> exdyna_jax.reshard(state, 8).residual.shape
       (8, 100)
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} is not a positive int.")
+    check_workers(num_workers)
     if any(isinstance(node, GossipState) for node in jax.tree.leaves(opt_state, is_leaf=_is_reporting)):
         raise ValueError(
             "Gossip has no residual to hand on, but parameters on each worker: average them with exdyna_jax.average_params, give them to "
@@ -164,6 +164,11 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
 
 def _reshard(state: SparsifyState, m: int) -> SparsifyState:
     n = state.metrics.selected_per_worker.shape[-1]
+    if jnp.ndim(state.exchanges):
+        raise ValueError(
+            f"The state is stacked, as pmap and vmap return it: exchanges has shape {state.exchanges.shape}, not (). "
+            "Hand in the global view: residual and velocity with x[:, 0] for x, everything else in the optimizer state with x[0]."
+        )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves((state.residual, state.velocity))}
     if rows - {n}:
         raise ValueError(

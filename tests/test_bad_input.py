@@ -36,6 +36,11 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"density": RISING, "max_density": 0.05}, r"density=.* gives 0\.1.* for step 0, which is not in \[0, max_density=0\.05\]"),
     ({"density": lambda step: math.nan, "max_density": 0.05}, r"density=.* gives nan for step 0"),
     ({"density": lambda step: jnp.zeros(2), "max_density": 0.05}, r"density=.* gives shape \(2,\) for step 0, not a scalar"),
+    (
+        {"density": lambda step: None, "max_density": 0.05},
+        r"density=.* gives None for step 0, not a number: does the schedule return one\?",
+    ),
+    ({"density": lambda step: "a", "max_density": 0.05}, r"density=.* gives 'a' for step 0, not a number"),
     ({"density": jnp.float32(0.1)}, r"density is an array.*max_density=.*static_args"),
     ({"max_density": 0.5}, r"max_density=0\.5 only goes with a density schedule; density=0\.1 is constant: leave it out"),
     ({"axis_name": 3}, r"axis_name=3 is not a mesh axis name, a tuple of different ones, or None"),
@@ -47,14 +52,16 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"dense_axis": 3}, r"dense_axis=3 is not a mesh axis name"),
     ({"dense_axis": "data"}, r"dense_axis=\('data',\) and axis_name=\('data',\) share an axis"),
     ({"threshold_rule": "papre"}, r"threshold_rule='papre' is not one of .*'paper'.*'proportional'"),
+    ({"threshold_rule": ["paper"]}, r"threshold_rule=\['paper'\] is not one of"),
     ({"balance": "none"}, r"balance='none' is not one of .*'paper'.*'proportional'"),
     ({"nonfinite": "ignore"}, r"nonfinite='ignore' is not one of 'skip', 'propagate'"),
     ({"num_blocks": 0}, r"num_blocks=0 is not a positive int: leave it out"),
     ({"num_blocks": 8.0}, r"num_blocks=8\.0 is not a positive int"),
     ({"num_blocks": True}, r"num_blocks=True is not a positive int"),
-    ({"capacity_factor": 0.99}, r"capacity_factor=0\.99 is below 1.*Try 1\.5"),
-    ({"capacity_factor": math.nan}, r"capacity_factor=nan is below 1"),
+    ({"capacity_factor": 0.99}, r"capacity_factor=0\.99 is not an int or float of at least 1.*Try 1\.5"),
+    ({"capacity_factor": math.nan}, r"capacity_factor=nan is not an int or float of at least 1"),
     ({"capacity_factor": "2"}, r"capacity_factor='2'.*Try 1\.5"),
+    ({"capacity_factor": True}, r"capacity_factor=True is not an int or float"),
     ({"num_workers": 0}, r"num_workers=0 is not a positive int"),
     ({"num_workers": 2.0}, r"num_workers=2\.0 is not a positive int"),
     ({"num_workers": 4, "axis_name": None}, r"num_workers=4 with axis_name=None.*name the mesh axis"),
@@ -82,10 +89,10 @@ def test_at_construction(options: dict[str, Any], message: str) -> None:
 
 OTHER_METHODS: list[tuple[str, dict[str, Any], str]] = [
     ("micro", {"threshold_rule": "papre"}, r"threshold_rule='papre' is not one of .*'paper'.*'proportional'"),
-    ("micro", {"capacity_factor": 0.5}, r"capacity_factor=0\.5 is below 1.*Try 1\.5"),
-    ("deft", {"capacity_factor": 0}, r"capacity_factor=0 is below 1"),
-    ("sidco", {"capacity_factor": -1}, r"capacity_factor=-1 is below 1"),
-    ("hard_threshold", {"capacity_factor": "2"}, r"capacity_factor='2' is below 1"),
+    ("micro", {"capacity_factor": 0.5}, r"capacity_factor=0\.5 is not an int or float of at least 1.*Try 1\.5"),
+    ("deft", {"capacity_factor": 0}, r"capacity_factor=0 is not an int or float of at least 1"),
+    ("sidco", {"capacity_factor": -1}, r"capacity_factor=-1 is not an int or float of at least 1"),
+    ("hard_threshold", {"capacity_factor": "2"}, r"capacity_factor='2' is not an int or float of at least 1"),
     ("hard_threshold", {"threshold": 0}, r"threshold=0 is not a positive number.*Leave it out"),
     ("hard_threshold", {"threshold": math.nan}, r"threshold=nan is not a positive number"),
     ("hard_threshold", {"threshold": "1"}, r"threshold='1' is not a positive number"),
@@ -130,6 +137,49 @@ def test_state_of_something_else() -> None:
         exdyna_jax.exdyna(0.1, None).update(W, optax.EmptyState())
 
 
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "no velocity": (
+        exdyna_jax.exdyna(0.1, None, momentum=0.9),
+        exdyna_jax.exdyna(0.1, None),
+        r"momentum=0\.9, but the state has no velocity: call init again.*residual",
+    ),
+    "velocity": (
+        exdyna_jax.exdyna(0.1, None),
+        exdyna_jax.exdyna(0.1, None, momentum=0.9),
+        r"momentum=None, but the state has a velocity: call init again",
+    ),
+    "method": (
+        exdyna_jax.exdyna(0.1, None),
+        exdyna_jax.top_k(0.1, None),
+        "another method, or with other rules or num_blocks.*call init again",
+    ),
+    "method with control": (exdyna_jax.sidco(0.1, None), exdyna_jax.exdyna(0.1, None), "The state was made by another method"),
+    "num_blocks": (exdyna_jax.exdyna(0.1, None, num_blocks=4), exdyna_jax.exdyna(0.1, None), "The state was made by another method"),
+    "rule": (exdyna_jax.exdyna(0.1, None, threshold_rule="paper"), exdyna_jax.exdyna(0.1, None), "The state was made by another method"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_state_of_another_transformation(name: str) -> None:
+    tx, other, message = OTHERS[name]
+    gradient = jnp.zeros(4000)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(tx.update, gradient, other.init(gradient))
+
+
+@pytest.mark.parametrize("method", ["exdyna", *METHODS])
+def test_state_of_fewer_workers(method: str) -> None:
+    tx = getattr(exdyna_jax, method)(0.1, AXIS)
+    state = jax.tree.map(lambda x: x[0], jax.vmap(tx.init, axis_name=AXIS, in_axes=None, axis_size=2)(jnp.zeros(60)))
+    with pytest.raises(ValueError, match=r"made for 2 workers and there are 4: .*exdyna_jax\.reshard"):
+        jax.eval_shape(jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, None)), jnp.zeros((4, 60)), state)
+
+
+def test_wide_residual_without_wide_numbers() -> None:
+    with pytest.raises(ValueError, match=r"residual_dtype=float64 needs .*jax_enable_x64"):
+        exdyna_jax.exdyna(0.1, None, residual_dtype="float64").init(W)
+
+
 def test_local_gradient_along_an_unbound_axis() -> None:
     with pytest.raises(ValueError, match=r"axis_name=\('data',\) is not bound here: call this inside jax\.shard_map"):
         exdyna_jax.local_value_and_grad(jnp.sum, AXIS)(jnp.zeros(3))
@@ -154,7 +204,7 @@ def test_parameters(params: Any, message: str) -> None:
 
 
 GRADIENTS: list[tuple[Any, str]] = [
-    ({"w": jnp.zeros((4, 8), jnp.int32)}, r"Update leaf \['w'\] is int32, which is no gradient: .*optax\.masked"),
+    ({"w": jnp.zeros((4, 8), jnp.int32)}, r"Update leaf \['w'\] is int32, which is no gradient: .*optax\.partition"),
     ({"w": jnp.zeros((4, 8), bool)}, r"Update leaf \['w'\] is bool, which is no gradient"),
     ({"w": jnp.zeros((4, 8), jnp.complex64)}, r"Leaf \['w'\] is complex64.*split_real_and_imaginary"),
     ({"w": 0.0}, r"Update leaf \['w'\] is a float, not an array: make it one with jnp\.asarray"),

@@ -216,7 +216,7 @@ def test_work_is_measured_if_not_given() -> None:
         ({"bandwidth": "1Gbit"}, "bandwidth='1Gbit' is not"),
         ({"latency": -1}, "latency=-1 is not"),
         ({"min_size": -1}, "min_size=-1 is not"),
-        ({"capacity_factor": 0.5}, "capacity_factor=0.5 is below 1"),
+        ({"capacity_factor": 0.5}, "capacity_factor=0.5 is not an int or float of at least 1"),
         ({"selection": {"topk": 1}}, "names 'topk', which is none of dense, top_k"),
         ({"selection": -1}, "-1 is not a number of milliseconds"),
     ],

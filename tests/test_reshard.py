@@ -100,6 +100,7 @@ def test_whole_optimizer_states_and_other_leaves() -> None:
         (lambda s: exdyna_jax.reshard(s, 0), "num_workers=0 is not a positive int"),
         (lambda s: exdyna_jax.reshard(s, 2.0), r"num_workers=2\.0 is not a positive int"),
         (lambda s: exdyna_jax.reshard({"a": jnp.zeros(3)}, 2), "no sparsifier state"),
+        (lambda s: exdyna_jax.reshard(jax.tree.map(lambda x: jnp.stack([x] * 4), s), 2), r"stacked, as pmap and vmap return it"),
         (lambda s: exdyna_jax.reshard(s._replace(residual=s.residual[:1]), 2), "1 rows, but the state is that of 4 workers"),
     ],
 )

@@ -107,9 +107,6 @@ def test_half_written_save_is_not_loaded(resumable: Path) -> None:
     """As it lies there when the process is killed in the midst of it: under another name, and something is missing."""
     half = Path(shutil.copytree(resumable / "9", resumable / "12.orbax-checkpoint-tmp"))
     shutil.rmtree(half / "log")
-    saves = Saves(resumable, EVERY)
-    assert saves.newest({}).step == 9
-    del saves
     assert resume(resumable, 9).steps == STEPS
     assert sorted(entry.name for entry in resumable.iterdir()) == ["18", "20"]
 

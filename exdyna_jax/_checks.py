@@ -186,7 +186,6 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
         )
 
 
-<<<<<<< HEAD
 def check_gossip(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
     """Options that both kinds of gossip share, at construction."""
     n, groups = options.num_workers, options.groups
@@ -273,7 +272,8 @@ def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tu
             f"The updates at {averaged[0]!r} are equal along group_axis={fast} already, averaged or (by JAX, inside shard_map) summed. If "
             f"averaged, leave group_axis out; else take the gradients with exdyna_jax.local_value_and_grad(loss, {workers.axes + fast})."
         )
-=======
+
+
 def check_state(state: Any, control: Any, momentum: float | None, n: int) -> None:
     """A state that belongs to another transformation, at trace time; `control` is what `init` would make, as shapes."""
     rows = jnp.shape(state.metrics.selected_per_worker)
@@ -295,4 +295,3 @@ def check_state(state: Any, control: Any, momentum: float | None, n: int) -> Non
 
 def _form(tree: Any) -> tuple[Any, Any]:
     return jax.tree.structure(tree), jax.tree.map(jnp.shape, tree)
->>>>>>> origin/main

@@ -107,6 +107,7 @@ def saves_in(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
 
 
+@pytest.mark.matrix
 def test_two_processes_equal_one(alone: tuple[Result, Path], compiled_once: Path, tmp_path: Path) -> None:
     """To the bit, with shards of unequal length."""
     status, output, errors = finish(start(compiled_once, "--shares=3,1", f"--checkpoint={tmp_path}", f"--json={tmp_path / 'run.json'}"))

@@ -58,7 +58,7 @@ def _is_number(x: Any) -> bool:
 
 def check_workers(num_workers: Any) -> None:
     if not _is_int(num_workers) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} is not a positive int: give the number of workers that go on.")
+        raise ValueError(f"num_workers={num_workers!r} is not a positive int: give the number of workers.")
 
 
 def check_blocks(num_blocks: Any) -> None:
@@ -230,6 +230,16 @@ def check_groups(groups: int | None, keep: tuple[float, ...] | None, n: int) -> 
         )
 
 
+def check_has_rows(params: Any, n: int) -> None:
+    """Parameters of all workers of gossip."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if takes_part(leaf) and leaf.shape[:1] != (n,):
+            raise ValueError(
+                f"Parameter {path_name(path)} has shape {leaf.shape}, without a row for each of {n} workers: outside of the axis, init "
+                "takes what exdyna_jax.replicate_params(params, num_workers) returns."
+            )
+
+
 def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
     """What is mixed, at trace time; `own` is what the state holds of this worker alone."""
     if params is None:
@@ -251,7 +261,7 @@ def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tu
         raise ValueError(f"The updates are {given}, but the parameters {wanted}.")
     for (path, p), u in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(updates), strict=True):
         if takes_part(p) and (u.shape != p.shape or not jnp.issubdtype(u.dtype, jnp.floating)):
-            raise ValueError(f"The update of {jax.tree_util.keystr(path)} is {u.dtype}{u.shape}, the parameter {p.dtype}{p.shape}.")
+            raise ValueError(f"The update of {path_name(path)} is {u.dtype}{u.shape}, the parameter {p.dtype}{p.shape}.")
     rows = {x.shape for x in jax.tree.leaves(own)}
     if rows != {(1,)}:
         raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from exdyna_jax._checks import check_workers
 from exdyna_jax._layout import takes_part, widest
 
 
@@ -28,8 +29,7 @@ def replicate_params(params: Any, num_workers: int) -> Any:
       >>> exdyna_jax.replicate_params({"w": jnp.ones(3)}, 4)["w"].shape
       (4, 3)
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} is not a positive int.")
+    check_workers(num_workers)
     return jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (num_workers, *jnp.shape(x))), params)
 
 

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from exdyna_jax._checks import check_gossip, check_groups, check_keep, check_mixing, check_params, check_seed, workers_at_init
+from exdyna_jax._checks import (
+    check_gossip,
+    check_groups,
+    check_has_rows,
+    check_keep,
+    check_mixing,
+    check_params,
+    check_seed,
+    workers_at_init,
+)
 from exdyna_jax._collectives import (
     AxisName,
     Workers,
@@ -237,13 +246,8 @@ def _gossip(
         n, rows = workers_at_init(axes, options.num_workers)
         check_params(params)
         check_groups(options.groups, keep, n)
-        outside = bound_size(axes) is None
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if outside and takes_part(leaf) and leaf.shape[:1] != (n,):
-                raise ValueError(
-                    f"Parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}, without a row for each of {n} workers: outside of the "
-                    "axis, init takes what exdyna_jax.replicate_params(params, num_workers) returns."
-                )
+        if bound_size(axes) is None:
+            check_has_rows(params, n)
         leaves = jax.tree.leaves(params)
         sizes = bytes_of(leaves, make_segments(params, segments)) // rows
         own = to_varying((jnp.ones(rows, jnp.float32), jnp.zeros(rows, jnp.float32)), axes)

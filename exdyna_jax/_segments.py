@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from exdyna_jax._collectives import kind
+from exdyna_jax._collectives import kind, path_name
 from exdyna_jax._layout import takes_part
 
 
@@ -76,7 +76,7 @@ def _labels(tree: Any, labels: Any) -> list[Hashable]:
         ) from error
     for (path, _), label in zip(jax.tree_util.tree_leaves_with_path(tree), each, strict=True):
         if not isinstance(label, (str, int)):
-            raise ValueError(f"segments has {label!r} for leaf {jax.tree_util.keystr(path)}: labels are str or int.")
+            raise ValueError(f"segments has {label!r} for leaf {path_name(path)}: labels are str or int.")
     return each
 
 

@@ -1,12 +1,13 @@
 """Gossip: who meets whom, what a mixing does to the parameters, that it does the same everywhere, and what it sends.
 
-Parameters differ between workers here, so a test holds all of them, leaves `[n, *shape]`.
+Parameters differ between workers here, so a test holds all of them, leaves `[n, *shape]`. `pytest -m matrix` runs the rest of the numbers
+of workers, and of the combinations of context, method and tree, of which every pair occurs by default.
 """
 
 import functools
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import exdyna_jax
 from exdyna_jax._gossip import _drawn
 from exdyna_jax._permutations import draw, exponential, pool
 from exdyna_jax._segments import make_segments
-from simulate import AXIS, CONTEXTS, compilations, flat, mesh, ordinary, whole
+from simulate import AXIS, compilations, flat, mesh, ordinary, whole
 
 rows = functools.partial(jax.tree.map, lambda x: x[0])
 
@@ -54,7 +55,8 @@ class Run:
             self._step = step if context == "pmap" else jax.jit(step)
         else:
             sizes = axes or {AXIS: len(jax.tree.leaves(params)[0])}
-            place = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+            kind = AxisType.Explicit if context == "explicit mesh" else AxisType.Auto
+            place = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
             self.state = tx.init(params)
             own = tuple(a for a in sizes if a != "group")
             specs = exdyna_jax.state_specs((params, self.state), own)
@@ -110,7 +112,10 @@ def crossed(params: Any, segments: Any, t: int, n: int, seed: int = 0) -> Any:
 # who meets whom
 
 
-@pytest.mark.parametrize("n", range(2, 66))
+FEW = {*range(2, 10), 16, 17, 33, 64, 65}  # workers
+
+
+@pytest.mark.parametrize("n", [pytest.param(n, marks=[] if n in FEW else pytest.mark.matrix) for n in range(2, 66)])
 def test_mixing_matrices(n: int) -> None:
     """1000 steps: no worker meets itself, all send once and receive once, rows and columns add up to 1, and the mean stays."""
     destinations = pool(n, 1, n)
@@ -275,11 +280,11 @@ def test_mean_is_kept_to_rounding(dtypes: dict[str, str], make: Any) -> None:
 
 
 def test_pairs_come_out_equal() -> None:
-    """Of two workers both have the same to the bit."""
-    run = Run(exdyna_jax.crossover(AXIS, segments=3), random(2, MIXED))
-    after = run.step(random(2, MIXED, 1))
-    halves = flat(after, 1)
-    np.testing.assert_allclose(halves[0], halves[1], rtol=1e-2, atol=1e-2)
+    """Two workers have the same afterwards, to the rounding of the update."""
+    after = Run(exdyna_jax.crossover(AXIS, segments=3), random(2, MIXED)).step(random(2, MIXED, 1))
+    for leaf in jax.tree.leaves(after):
+        one, other = leaf.astype(np.float64)
+        np.testing.assert_allclose(one, other, rtol=0, atol=8 * float(jnp.finfo(leaf.dtype).eps))
 
 
 def test_leaves_that_take_no_part() -> None:
@@ -324,25 +329,38 @@ MAKES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MAKES)
-def test_same_everywhere(name: str) -> None:
-    """In `shard_map`, checked and not, `pmap` and `vmap`: parameters, state and metrics."""
-    n, seen = 4, []
-    dtypes = {} if "unequal" in name else MIXED  # a product may be fused with a sum or not, and a half rounds either way
-    for context in CONTEXTS:
-        run = Run(MAKES[name](AXIS, num_workers=n), random(n, dtypes), context)
-        told = []
-        for t in range(3):
-            params = run.step(random(n, dtypes, t + 1))
-            told.append({k: np.ravel(v) for k, v in run.metrics().items()})
-        distances = np.ravel(run.state.squared_distance)
-        weight = [] if run.state.weight is None else np.ravel(run.state.weight)
-        seen.append((flat(params, 1), distances, weight, [float(x["bytes_sent"][0]) for x in told]))
-    for params, distances, weight, sent in seen[1:]:
-        np.testing.assert_allclose(params, seen[0][0], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(distances, seen[0][1], rtol=1e-5)
-        np.testing.assert_allclose(weight, seen[0][2], rtol=1e-6)
-        assert sent == seen[0][3]
+CONTEXTS = ("shard_map", "shard_map unchecked", "explicit mesh", "pmap")
+TREES = {"float32": {}, "mixed": MIXED}
+# every second one: each pair of method and context, of method and tree, and of context and tree is among them
+ROWS = [
+    pytest.param(name, context, tree, marks=[] if (i + j + k) % 2 else pytest.mark.matrix)
+    for (i, name), (j, context), (k, tree) in itertools.product(enumerate(MAKES), enumerate(CONTEXTS), enumerate(TREES))
+]
+
+
+def _seen(name: str, context: str, tree: str) -> tuple[np.ndarray, ...]:
+    """What three steps of four workers come to: parameters, estimates of the distance, weights, and the bytes of each step."""
+    n = 4
+    run, sent = Run(MAKES[name](AXIS, num_workers=n), random(n, TREES[tree]), context), []
+    for t in range(3):
+        params = run.step(random(n, TREES[tree], t + 1))
+        sent.append(np.ravel(run.metrics()["bytes_sent"])[0])
+    weight = np.ones(n) if run.state.weight is None else run.state.weight
+    return flat(params, 1), np.ravel(run.state.squared_distance), np.ravel(weight), np.array(sent)
+
+
+_on_vmap = functools.cache(functools.partial(_seen, context="vmap"))
+
+
+@pytest.mark.parametrize(("name", "context", "tree"), ROWS)
+def test_same_everywhere(name: str, context: str, tree: str) -> None:
+    """As on `vmap`: parameters, state and metrics. A product may be fused with a sum or not, and then a half rounds either way."""
+    tolerance = 2.0**-6 if (name, tree) == ("sgp, unequal shares", "mixed") else 1e-6
+    (params, distances, weight, sent), want = _seen(name, context, tree), _on_vmap(name, tree=tree)
+    np.testing.assert_allclose(params, want[0], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(distances, want[1], rtol=10 * tolerance)
+    np.testing.assert_allclose(weight, want[2], rtol=1e-6)
+    np.testing.assert_array_equal(sent, want[3])
 
 
 def test_several_axes() -> None:
@@ -425,29 +443,28 @@ def test_every_third_step() -> None:
         assert run.metrics()["bytes_sent"][0] == (4 * flat(rows(params)).size if mixes else 0)
 
 
-def test_groups_along_one_axis_and_along_two() -> None:
-    """Three groups of two: updates are averaged inside, groups meet, and nobody leaves its group."""
-    params = exdyna_jax.replicate_params(rows(random(1)), 6)
-    updates = random(6, seed=1)
-    pair_means = [jax.tree.map(lambda u: u.reshape(3, 2, *u.shape[1:]).mean(axis=1), random(6, seed=t)) for t in (1, 2)]
-    run = Run(exdyna_jax.crossover(AXIS, segments=2, groups=3), params)
-    after = [run.step(updates), run.step(random(6, seed=2))]
-    of_groups = jax.tree.map(lambda x: np.asarray(x[::2]), params)
-    for t, means in enumerate(pair_means):
-        grown = jax.tree.map(np.add, of_groups, means)
-        want = crossed(grown, 2, t, 3)
-        np.testing.assert_allclose(flat(after[t], 1)[::2], want, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(flat(after[t], 1)[::2], flat(after[t], 1)[1::2])  # to the bit
-        of_groups = jax.tree.map(lambda x: x[::2], after[t])
-    assert run.metrics()["bytes_sent"][0] == pytest.approx(2 * 4 * flat(rows(params)).size)  # a ring of two, and the model
-
-    one_each = jax.tree.map(lambda x: x[::2], params)
-    for context in ("shard_map", "shard_map unchecked"):
-        two = Run(exdyna_jax.crossover(AXIS, segments=2, group_axis="group", num_workers=3), one_each, context, {AXIS: 3, "group": 2})
-        for t, seed in enumerate((1, 2)):
-            got = two.step(random(6, seed=seed))
-            np.testing.assert_allclose(flat(got, 1), flat(after[t], 1)[::2], rtol=1e-5, atol=1e-6)
-        assert two.metrics()["bytes_sent"] == run.metrics()["bytes_sent"][0]
+@pytest.mark.parametrize("context", ["vmap", "shard_map", pytest.param("shard_map unchecked", marks=pytest.mark.matrix)])
+def test_groups(context: str) -> None:
+    """Three groups of two, along one axis (on `vmap`) or two: updates are averaged inside, groups meet, and nobody leaves its group."""
+    n, along_one = 3, context == "vmap"
+    of_groups = random(n, seed=5)
+    model = 4 * flat(rows(of_groups)).size
+    if along_one:
+        twice = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), of_groups)
+        run = Run(exdyna_jax.crossover(AXIS, segments=2, groups=n), twice)
+    else:
+        tx = exdyna_jax.crossover(AXIS, segments=2, group_axis="group", num_workers=n)
+        run = Run(tx, of_groups, context, {AXIS: n, "group": 2})
+    for t in range(2):
+        updates = random(2 * n, seed=t)
+        means = jax.tree.map(lambda u: u.reshape(n, 2, *u.shape[1:]).mean(axis=1), updates)
+        want = crossed(jax.tree.map(np.add, of_groups, means), 2, t, n)
+        of_groups = got = run.step(updates)
+        if along_one:
+            of_groups = jax.tree.map(lambda x: x[::2], got)
+            np.testing.assert_array_equal(flat(of_groups), flat(jax.tree.map(lambda x: x[1::2], got)))  # to the bit
+        np.testing.assert_allclose(flat(of_groups, 1), want, rtol=1e-5, atol=1e-6)
+    assert np.ravel(run.metrics()["bytes_sent"])[0] == pytest.approx(2 * model)  # a ring of two, and the model
 
 
 def test_one_group_is_the_dense_mean() -> None:
@@ -516,68 +533,52 @@ def test_sgp_in_numpy() -> None:
 
 # what it sends
 
-COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter", "ppermute", "all_to_all")
+
+def sent(run: Run, workers: int) -> list[tuple[str, int, int]]:
+    """(kind, elements, bytes) of each collective of a step; of a switch those of all branches, one after the other."""
+    found = exdyna_jax.traffic(run._step, run.params, run.state, random(workers, seed=1))
+    return [(c.kind, math.prod(c.shape), int(c.bytes)) for c in found]
 
 
-def collectives(jaxpr: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...], Any, Any]]:
-    """(kind, the branches around it, abstract input, axes) of each collective."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in COLLECTIVES:
-            axes = equation.params.get("axes", equation.params.get("axis_name"))
-            for v in equation.invars:
-                yield name.removesuffix("_invariant"), inside, v.aval, axes
-        for position, value in enumerate(jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from collectives(inner, (*inside, (id(equation), position)) if name == "cond" else inside)
-
-
-def traced(run: Run, updates: Any) -> list[tuple[str, tuple[Any, ...], Any, Any]]:
-    return list(collectives(jax.make_jaxpr(run._step)(run.params, run.state, updates).jaxpr))
-
-
-@pytest.mark.parametrize("context", ["shard_map", "shard_map unchecked", "pmap"])
 @pytest.mark.parametrize(
-    ("options", "count"), [({"segments": 1}, 1), ({"segments": 6}, 6), ({"segments": "leaf"}, 4), ({"segments": LABELS}, 3)]
+    ("context", "segments", "count"),
+    [("shard_map", 1, 1), ("shard_map", 6, 6), ("shard_map unchecked", LABELS, 3), ("pmap", "leaf", 4)],
 )
-def test_collectives_of_crossover(context: str, options: dict[str, Any], count: int) -> None:
+def test_collectives_of_crossover(context: str, segments: Any, count: int) -> None:
     """A switch for each segment, in each branch a send of its size, and nothing else; one branch of each makes up one model."""
     n = 4
-    run = Run(exdyna_jax.crossover(AXIS, num_workers=n, **options), random(n), context)
-    found = traced(run, random(n, seed=1))
-    sends = [c for c in found if c[0] == "ppermute"]
-    rest = [(kind, aval.shape) for kind, _, aval, _ in found if kind != "ppermute"]
-    assert rest == ([] if context == "shard_map" else [("pmax", ())])  # not checked: one number, so that a branch is taken under vmap
-    switches: dict[int, dict[int, int]] = {}
-    for _, [(switch, branch)], aval, _ in sends:
-        switches.setdefault(switch, {})[branch] = aval.size
-    assert len(switches) == count
-    assert all(len(branches) == n - 1 and len(set(branches.values())) == 1 for branches in switches.values())
+    run = Run(exdyna_jax.crossover(AXIS, num_workers=n, segments=segments), random(n), context)
+    found = sent(run, n)
+    if context != "shard_map":  # one number, so that a branch is taken under vmap
+        assert found.pop(0)[:2] == ("pmax", 1)
+    branches = [found[i : i + n - 1] for i in range(0, len(found), n - 1)]
+    assert len(branches) == count
+    assert all(len(branch) == n - 1 and len(set(branch)) == 1 for branch in branches)
+    assert {kind for kind, _, _ in found} == {"ppermute"}
     model = flat(rows(random(n))).size
-    assert sum(next(iter(branches.values())) for branches in switches.values()) == model
-    run.step(random(n, seed=1))
-    assert np.ravel(run.metrics()["bytes_sent"])[0] == 4 * model
-    assert np.ravel(run.metrics()["bytes_dense"])[0] == pytest.approx(2 * 3 / 4 * 4 * model)
+    assert sum(branch[0][1] for branch in branches) == model
+    assert sum(branch[0][2] for branch in branches) == 4 * model
+    if segments == 6:
+        run.step(random(n, seed=1))
+        assert run.metrics()["bytes_sent"] == 4 * model
+        assert run.metrics()["bytes_dense"] == pytest.approx(2 * 3 / 4 * 4 * model)
 
 
 def test_collectives_of_sgp_and_groups() -> None:
     """The weight travels along. With groups there is a reduction over the group axis, or, along one axis, sends among neighbours."""
     model = flat(rows(random(4))).size
-    found = traced(Run(exdyna_jax.sgp(AXIS, num_workers=4), random(4), "shard_map"), random(4, seed=1))
-    assert [(kind, aval.size) for kind, _, aval, _ in found] == [("ppermute", model + 1)] * 2
-    run = Run(exdyna_jax.crossover(AXIS, segments=2, num_workers=4, groups=2), random(4), "shard_map")
-    found = traced(run, random(4, seed=1))
-    assert [(kind, aval.size) for kind, _, aval, _ in found] == [("ppermute", model // 2 + model % 2)] * 2 + [
-        ("ppermute", model // 2),
-        ("ppermute", model - model // 2),
-    ]
-    run = Run(exdyna_jax.crossover(AXIS, segments=2, num_workers=3, group_axis="group"), random(3), "shard_map", {AXIS: 3, "group": 2})
-    found = traced(run, random(6, seed=1))
-    assert {(kind, axes) for kind, _, _, axes in found} == {("psum", ("group",)), ("ppermute", (AXIS,))}
-    assert {str(aval.dtype) for _, _, aval, _ in traced(Run(exdyna_jax.crossover(AXIS), random(3, MIXED), "pmap"), random(3, MIXED))} == {
-        "int32", "float32", "bfloat16", "float16"
-    }  # fmt: skip
+    half = model // 2, model - model // 2
+    of_sgp = sent(Run(exdyna_jax.sgp(AXIS, num_workers=4), random(4), "shard_map"), 4)
+    assert of_sgp == [("ppermute", model + 1, 4 * model + 4)] * 2
+    along_one = Run(exdyna_jax.crossover(AXIS, segments=2, num_workers=4, groups=2), random(4), "shard_map")
+    assert [elements for _, elements, _ in sent(along_one, 4)] == [half[1]] * 2 + [*half]
+    tx = exdyna_jax.crossover(AXIS, segments=2, num_workers=3, group_axis="group")
+    along_two = Run(tx, random(3), "shard_map", {AXIS: 3, "group": 2})
+    found = exdyna_jax.traffic(along_two._step, along_two.params, along_two.state, random(6, seed=1))
+    assert {(c.kind, c.axis) for c in found} == {("psum", ("group",)), ("ppermute", (AXIS,))}
+    narrow = Run(exdyna_jax.crossover(AXIS), random(3, MIXED), "pmap")
+    found = exdyna_jax.traffic(narrow._step, narrow.params, narrow.state, random(3, MIXED))
+    assert {str(c.dtype) for c in found} == {"int32", "float32", "bfloat16", "float16"}  # as they are
 
 
 # distance, metrics, specs
@@ -699,7 +700,12 @@ def test_at_construction(method: str, options: dict[str, Any], message: str) -> 
 
 AT_INIT: list[tuple[str, dict[str, Any], Any, str]] = [
     ("crossover", {}, X, r"init was called outside the axis.*num_workers is not given"),
-    ("crossover", {"num_workers": 3}, X, r"Parameter  has shape \(4, 6\), without a row for each of 3 workers.*replicate_params"),
+    (
+        "crossover",
+        {"num_workers": 3},
+        X,
+        r"Parameter \(the whole tree\) has .*, without a row for each of 3 workers.*replicate_params",
+    ),
     ("crossover", {"num_workers": 4}, {"w": jnp.zeros(())}, r"Parameter \['w'\] has shape \(\), without a row"),
     ("crossover", {"num_workers": 4, "groups": 5}, X, r"groups=5, but there are 4 workers along the axis: give at most 4"),
     ("sgp", {"num_workers": 4, "groups": 5}, X, r"groups=5, but there are 4 workers"),
@@ -734,7 +740,7 @@ def test_at_update(make: Any) -> None:
         update(tx, X, {"w": X})
     with pytest.raises(ValueError, match=r"The update of \['w'\] is float32\(6,\), the parameter float32\(5,\)"):
         update(tx, {"w": X}, {"w": X[:, :5]})
-    with pytest.raises(ValueError, match=r"The update of  is int32\(6,\), the parameter float32"):
+    with pytest.raises(ValueError, match=r"The update of \(the whole tree\) is int32\(6,\), the parameter float32"):
         update(tx, X.astype(jnp.int32), X)
     with pytest.raises(ValueError, match=r"The state is a EmptyState, not a GossipState"):
         update(tx, X, X, optax.EmptyState())

@@ -146,9 +146,9 @@ def plot(path: Path, everything: Sequence[Compared]) -> None:
     panels = figure.subplots(2, 3, sharex=True)
     curves: list[tuple[str, Callable[[Result], Any]]] = [
         ("training loss", lambda run: run.history["loss"]),
-        ("density obtained, of all workers together", lambda run: run.history["density"]),
+        ("density obtained, of all workers together", lambda run: run.history.get("density", [])),
         ("build-up: distinct indices sent / k", _build_up),
-        ("imbalance: busiest worker / mean", lambda run: run.history["imbalance"]),
+        ("imbalance: busiest worker / mean", lambda run: run.history.get("imbalance", [])),
         ("MB sent by a worker so far", lambda run: np.cumsum(run.history["bytes_sent"]) / 1e6),
         ("threshold", lambda run: run.history.get("threshold", [])),
     ]

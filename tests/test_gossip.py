@@ -47,7 +47,8 @@ class Run:
     """n workers that mix, in one of JAX's contexts: parameters `[n, *shape]`, and the state as seen from outside."""
 
     def __init__(self, tx: Any, params: Any, context: str = "vmap", axes: dict[str, int] | None = None) -> None:
-        self.params, self.context = params, context
+        self.params = params
+        self._place = lambda updates: updates
         if context in ("vmap", "pmap"):
             over = jax.pmap if context == "pmap" else jax.vmap
             self.state = over(tx.init, axis_name=AXIS)(params)
@@ -66,9 +67,10 @@ class Run:
             self._step = jax.jit(mapped)
             shardings = jax.tree.map(lambda spec: NamedSharding(place, spec), specs)
             self.params, self.state = jax.device_put((params, self.state), shardings)
+            self._place = lambda updates: jax.device_put(updates, NamedSharding(place, spread))
 
     def step(self, updates: Any) -> Any:
-        self.params, self.state = self._step(self.params, self.state, updates)
+        self.params, self.state = self._step(self.params, self.state, self._place(updates))
         return jax.device_get(self.params)
 
     def metrics(self) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ resumed ones report has to be identical.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
@@ -141,6 +143,29 @@ def interrupt(run: Run, number: signal.Signals, victim: int, after: float) -> Ro
     return row
 
 
+def until_over(
+    folder: Path,
+    name: str,
+    steps: int,
+    signals: list[signal.Signals],
+    moments: random.Random,
+    rest: float,
+    starts: Iterator[int],
+    tell: Callable[[Row], None],
+) -> None:
+    """One run, hit by the first of the signals that are left within `rest` seconds of steps and started again, until it is over."""
+    while True:
+        run = Run(folder, name, steps, next(starts))
+        with contextlib.closing(run):
+            row = interrupt(run, signals[0], moments.randrange(PROCESSES), moments.uniform(0, rest)) if signals else None
+            if row is None:
+                if run.statuses([0]) != [0]:
+                    raise RuntimeError(f"{name} failed:\n{run.logs[0].read_text()}")
+                return
+        signals.pop(0)
+        tell(row | {"run": name})
+
+
 def main() -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--signals", nargs="+", choices=("SIGKILL", "SIGSTOP"), default=["SIGKILL", "SIGSTOP"])
@@ -149,49 +174,38 @@ def main() -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here, as they come")
     arguments = parser.parse_args()
     console = Console()
-    moments = random.Random(0)
     rows: list[Row] = []
     finished: list[bool] = []
+
+    def write() -> None:
+        if arguments.json:
+            figures = {"to first step": rival.to_first_step, "rows": rows, "identical": finished}
+            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+    def tell(row: Row) -> None:
+        rows.append(row)
+        console.print(row, highlight=False, soft_wrap=True)
+        write()
+
     with parser.complaining(), TemporaryDirectory() as temporary:
         folder = Path(temporary)
         rival = uninterrupted(folder, arguments.steps)
         console.print(f"first step after {rival.to_first_step:.1f} s, the rest of {arguments.steps} steps in {rival.rest:.1f} s")
-        left = [signal.Signals[name] for _ in range(arguments.times) for name in arguments.signals]
-        while left:
-            name, over = f"run {len(finished)}", False
-            while not over:
-                run = Run(folder, name, arguments.steps, len(rows))
-                try:
-                    row = interrupt(run, left[0], moments.randrange(PROCESSES), moments.uniform(0, rival.rest)) if left else None
-                    over = row is None
-                    if over and run.statuses([0]) != [0]:
-                        raise RuntimeError(f"{name} failed:\n{run.logs[0].read_text()}")
-                finally:
-                    run.close()
-                if row:
-                    left.pop(0)
-                    rows.append(row | {"run": name})
-                    console.print(f"{name}: {row}", highlight=False, soft_wrap=True)
-                if arguments.json:
-                    figures = {"to first step": rival.to_first_step, "rows": rows, "identical": finished}
-                    arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        moments, starts = random.Random(0), itertools.count()
+        signals = [signal.Signals[name] for _ in range(arguments.times) for name in arguments.signals]
+        while signals:
+            name = f"run {len(finished)}"
+            until_over(folder, name, arguments.steps, signals, moments, rival.rest, starts, tell)
             finished.append(outcome(folder, name) == rival.outcome)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"to first step": rival.to_first_step, "rows": rows, "identical": finished}, indent=2) + "\n")
+            write()
     shown = Table("signal", "times", "seconds, median", "most", "statuses", "runs identical", title=f"{PROCESSES} processes")
     for name in arguments.signals:
         ours = [row for row in rows if row["signal"] == name]
         seconds = sorted(row["seconds"] for row in ours)
         statuses = Counter(status for row in ours for status in row["statuses"])
         counts = ", ".join(f"{status}: {times}" for status, times in statuses.items())
-        shown.add_row(
-            name,
-            str(len(ours)),
-            f"{seconds[len(ours) // 2]}",
-            f"{seconds[-1]}",
-            counts,
-            f"{sum(finished)} of {len(finished)} (both signals)",
-        )
+        identical = f"{sum(finished)} of {len(finished)} (both signals)"
+        shown.add_row(name, str(len(ours)), f"{seconds[len(ours) // 2]}", f"{seconds[-1]}", counts, identical)
     console.print(shown)
 
 

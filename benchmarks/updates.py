@@ -9,6 +9,7 @@ import ctypes
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class Measured(NamedTuple):
     floors: float  # ms in units of the floor's
     compile_s: float
     temporaries: float  # bytes, as a share of the residual's
-    copies: int  # of arrays of at least 64 KiB, in the compiled program
+    copies: int  # of arrays of at least 65,536 elements, in the compiled program
 
 
 def keep_freed_memory() -> None:
@@ -59,15 +60,17 @@ def measure(shapes: Shapes, density: float, workers: int, repeats: int, tell: Ca
         "top_k": exdyna_jax.top_k(density, AXIS, num_workers=workers),
         "dense": exdyna_jax.dense(AXIS, num_workers=workers),
     }
-    measured: dict[str, Measured] = {}
+    size = sum(4 * int(np.prod(shape)) for shape in shapes)
+    running: dict[str, Running] = {}
     for name, tx in ways.items():
-        tell(name)
-        state, program, compile_s = _floor(shapes, gradients[0], mesh) if tx is None else _updating(tx, shapes, gradients[0], mesh)
-        ms = _median_ms(program, state, gradients, repeats)
-        floor = ms if tx is None else next(iter(measured.values())).ms
-        size = sum(4 * int(np.prod(shape)) for shape in shapes)
+        tell(f"compiling {name}")
+        running[name] = _floor(shapes, gradients[0], mesh) if tx is None else _updating(tx, shapes, gradients[0], mesh)
+    measured: dict[str, Measured] = {}
+    for name, ms in _median_ms(running, gradients, repeats, tell).items():
+        program = running[name].program
+        floor = ms if not measured else next(iter(measured.values())).ms
         temporaries = program.memory_analysis().temp_size_in_bytes / size
-        measured[name] = Measured(ms, ms / floor, compile_s, temporaries, large_copies(program))
+        measured[name] = Measured(ms, ms / floor, running[name].compile_s, temporaries, large_copies(program))
     return measured
 
 
@@ -78,15 +81,25 @@ def _gradients(shapes: Shapes, mesh: Mesh, seed: int) -> list[jax.Array]:
     return jax.jit(draw, out_shardings=NamedSharding(mesh, P(AXIS)))(jax.random.key(seed))
 
 
-def _floor(shapes: Shapes, gradient: Any, mesh: Mesh) -> Any:
+class Running(NamedTuple):
+    """A way to update, and where it stands."""
+
+    state: Any
+    program: Any  # (state, gradient) -> (state, update)
+    compile_s: float
+
+
+def _floor(shapes: Shapes, gradient: Any, mesh: Mesh) -> Running:
     def update(residual: Any, gradient: Any) -> Any:
-        return [e + g for e, g in zip(residual, gradient, strict=True)], [jnp.zeros((1, *shape)) for shape in shapes]
+        # zeros that are known at run time only: of equal constants the compiler keeps one, and copies it for each use
+        zeros = [jnp.broadcast_to(0 * g.reshape(-1)[0], (1, *shape)) for g, shape in zip(gradient, shapes, strict=True)]
+        return [e + g for e, g in zip(residual, gradient, strict=True)], zeros
 
     sharded = jax.shard_map(update, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    return (jax.tree.map(jnp.copy, gradient), *_compiled(sharded, gradient, gradient))
+    return _compiled(sharded, jax.tree.map(jnp.copy, gradient), gradient)
 
 
-def _updating(tx: Any, shapes: Shapes, gradient: Any, mesh: Mesh) -> Any:
+def _updating(tx: Any, shapes: Shapes, gradient: Any, mesh: Mesh) -> Running:
     def update(state: Any, gradient: Any) -> Any:
         updates, state = tx.update([g[0] for g in gradient], state)
         return state, updates
@@ -97,28 +110,32 @@ def _updating(tx: Any, shapes: Shapes, gradient: Any, mesh: Mesh) -> Any:
     specs = exdyna_jax.state_specs(jax.eval_shape(init), AXIS)
     state = jax.jit(init, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
     sharded = jax.shard_map(update, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(specs, P()))
-    return (state, *_compiled(sharded, state, gradient))
+    return _compiled(sharded, state, gradient)
 
 
-def _compiled(function: Any, state: Any, gradient: Any) -> tuple[Any, float]:
-    """The program that replaces its state, and the seconds that tracing and compiling took."""
+def _compiled(function: Any, state: Any, gradient: Any) -> Running:
+    """The program that replaces its state; tracing counts as compiling."""
     began = time.perf_counter()
     program = jax.jit(function, donate_argnums=0).lower(state, gradient).compile()
-    return program, time.perf_counter() - began
+    return Running(state, program, time.perf_counter() - began)
 
 
-def _median_ms(program: Any, state: Any, gradients: Sequence[Any], repeats: int) -> float:
-    times = []
+def _median_ms(running: dict[str, Running], gradients: Sequence[Any], repeats: int, tell: Callable[[str], None]) -> dict[str, float]:
+    """All take a step in turns, so that a machine that slows down slows all of them."""
+    states = {name: way.state for name, way in running.items()}
+    times: dict[str, list[float]] = {name: [] for name in running}
     for step in range(repeats + 3):  # the first steps settle the threshold
-        began = time.perf_counter()
-        state, update = program(state, gradients[step % len(gradients)])
-        jax.block_until_ready((state, update))
-        times.append(time.perf_counter() - began)
-        del update
-    return statistics.median(times[3:]) * 1e3
+        tell(f"step {step + 1} of {repeats + 3}")
+        for name, way in running.items():
+            began = time.perf_counter()
+            states[name], update = way.program(states[name], gradients[step % len(gradients)])
+            jax.block_until_ready((states[name], update))
+            times[name].append(time.perf_counter() - began)
+            del update
+    return {name: statistics.median(seconds[3:]) * 1e3 for name, seconds in times.items()}
 
 
-def large_copies(program: Any, least: int = 2**14) -> int:
+def large_copies(program: Any, least: int = 2**16) -> int:
     """Copies of arrays of at least so many elements in a compiled program."""
     found = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", program.as_text())
     return sum(int(np.prod([int(extent) for extent in dims.split(",") if extent])) >= least for dims in found)
@@ -147,8 +164,8 @@ def run(doc: str | None, trees: dict[str, Callable[[], Shapes]]) -> None:
         parser.error(f"workers={args.workers} and repeats={args.repeats} must be positive, density={args.density} in (0, 1]")
     tree = getattr(args, "tree", first)
     jax.config.update("jax_num_cpu_devices", args.workers)
-    console = Console()
-    with console.status("compiling") as status:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.status("") as status:
         measured = measure(trees[tree](), args.density, args.workers, args.repeats, status.update)
     report(f"{tree}, {args.workers} workers, density {args.density}", measured, console)
     if args.json:

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from exdyna_jax._collectives import Workers, bound_size, path_name, replicated_paths, unmanaged_axes
+from exdyna_jax._collectives import Workers, bound_size, path_name, replicated_paths, spread_paths, unmanaged_axes
 from exdyna_jax._layout import takes_part
 
 
 def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
     """Options that every sparsifier shares, at construction."""
+    for name, value in options._asdict().items():
+        if isinstance(value, jax.Array):
+            raise ValueError(_is_static(name))
     n = options.num_workers
     if n is not None and (not _is_int(n) or n < 1):
         raise ValueError(f"num_workers={n!r} is not a positive int: give the number of workers along the axis, or leave it out.")
@@ -41,6 +44,13 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
         raise ValueError(f"residual_dtype={name} would lose small gradients that are added to it one by one: use float32 or float64.")
 
 
+def _is_static(name: str) -> str:
+    return (
+        f"{name} is an array (from optax.inject_hyperparams?), but it shapes the program: keep it a Python value, there with "
+        f"static_args={name!r}."
+    )
+
+
 def _dtype(argument: str, dtype: Any) -> str:
     try:
         return jnp.dtype(dtype).name
@@ -67,6 +77,8 @@ def check_blocks(num_blocks: Any) -> None:
 
 
 def check_capacity(capacity_factor: Any) -> None:
+    if isinstance(capacity_factor, jax.Array):
+        raise ValueError(_is_static("capacity_factor"))
     if not _is_number(capacity_factor) or not capacity_factor >= 1:
         raise ValueError(
             f"capacity_factor={capacity_factor!r} is not an int or float of at least 1: less is not even a worker's share. Try 1.5."
@@ -123,7 +135,7 @@ def _complex(path: Any, leaf: Any) -> str:
     )
 
 
-def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
+def check_update(updates: Any, state: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
     """The gradient and the state that belongs to it, at trace time."""
     if bound_size(fast) is None:
         raise ValueError(f"dense_axis={fast} is not bound here: call update inside shard_map over it too, or leave it out.")
@@ -136,15 +148,28 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
         )
     if num_workers is not None and num_workers != workers.size:
         raise ValueError(_contradicts(workers.axes, workers.size, num_workers))
+    n = jnp.shape(state.metrics.selected_per_worker)[-1]
+    if n != workers.size:
+        raise ValueError(
+            f"The state was made for {n} workers and there are {workers.size}: make it anew with init, or convert it with "
+            "exdyna_jax.reshard."
+        )
     gradients = jax.tree_util.tree_leaves_with_path(updates)
+    residual = state.residual
     given: Any = jax.tree.structure(updates)
     made_for: Any = jax.tree.structure(residual)
     if given != made_for:
         raise ValueError(
             f"The updates are {given}, but the state was made for {made_for}: call init with the parameters that these gradients belong to."
         )
-    for (path, g), e in zip(gradients, jax.tree.leaves(residual), strict=True):
-        _check_leaf(path_name(path), path, g, e, workers)
+    rows = jax.tree.leaves(residual)
+    for (path, g), e, u in zip(gradients, rows, rows if state.velocity is None else jax.tree.leaves(state.velocity), strict=True):
+        _check_leaf(path_name(path), path, g, e)
+        if u.shape != e.shape:
+            raise ValueError(
+                f"The velocity of leaf {path_name(path)} has shape {u.shape}, its residual {e.shape}: pass "
+                "exdyna_jax.state_specs(state, axis_name) as in_specs and out_specs of the state."
+            )
     floating = jax.tree.map(lambda g: g if takes_part(g) else None, updates)
     axes = workers.axes + fast
     summed = replicated_paths(floating, axes)
@@ -155,6 +180,12 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
             "that claims to be replicated: use every_k instead), and nothing is left to sparsify. "
             f"Take them with exdyna_jax.local_value_and_grad(loss, {axes}), which keeps each worker's gradient its own."
         )
+    spread = spread_paths(updates, residual, axes)
+    if spread:
+        raise ValueError(
+            f"The gradient at {spread[0][0]} differs along {spread[0][1]}, its residual does not: average along it with dense_axis=, or, "
+            "where parameters are sharded along it, give the state an axis of shards too (docs/contexts.md, sharded parameters)."
+        )
     claimed = replicated_paths(residual, workers.axes)
     if claimed:
         raise ValueError(
@@ -163,7 +194,7 @@ def check_update(updates: Any, residual: Any, workers: Workers, fast: tuple[str,
         )
 
 
-def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
+def _check_leaf(name: str, path: Any, g: Any, e: Any) -> None:
     if not hasattr(g, "dtype") or not hasattr(g, "shape"):
         raise ValueError(f"Update leaf {name} is a {type(g).__name__}, not an array: make it one with jnp.asarray.")
     if jnp.issubdtype(g.dtype, jnp.complexfloating):
@@ -180,9 +211,8 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any, workers: Workers) -> None:
         )
     if e.shape[0] != 1:
         raise ValueError(
-            f"The residual of leaf {name} has {e.shape[0]} rows on this worker instead of one. Either it holds all workers' rows: pass "
-            f"exdyna_jax.state_specs(state, axis_name) as in_specs of the state; or the state was made for {e.shape[0] * workers.size} "
-            f"workers and there are {workers.size}: make it anew with init, or convert it with exdyna_jax.reshard."
+            f"The residual of leaf {name} has {e.shape[0]} rows on this worker instead of one: pass "
+            "exdyna_jax.state_specs(state, axis_name) as in_specs and out_specs of the state."
         )
 
 
@@ -284,13 +314,8 @@ def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tu
         )
 
 
-def check_state(state: Any, control: Any, momentum: float | None, n: int) -> None:
+def check_state(state: Any, control: Any, momentum: float | None) -> None:
     """A state that belongs to another transformation, at trace time; `control` is what `init` would make, as shapes."""
-    rows = jnp.shape(state.metrics.selected_per_worker)
-    if rows != (n,):
-        raise ValueError(
-            f"The state was made for {rows[-1]} workers and there are {n}: make it anew with init, or convert it with exdyna_jax.reshard."
-        )
     anew = "call init again; to keep what waits to be sent, put the old residual into its result with _replace(residual=...)."
     if (state.velocity is None) != (momentum is None):
         has = "no velocity" if state.velocity is None else "a velocity"

@@ -103,6 +103,13 @@ def replicated_paths(tree: Any, axes: tuple[str, ...]) -> list[str]:
     return [path_name(path) for path, leaf in leaves if not set(axes) <= _varying(leaf)]
 
 
+def spread_paths(tree: Any, like: Any, axes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    """Paths of the leaves that vary along axes other than `axes` along which the leaf `like` them does not, and these axes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    more = [tuple(sorted(_varying(x) - _varying(y) - {*axes})) for (_, x), y in zip(leaves, jax.tree.leaves(like), strict=True)]
+    return [(path_name(path), apart) for (path, _), apart in zip(leaves, more, strict=True) if apart]
+
+
 def path_name(path: Any) -> str:
     """A leaf's path for a message."""
     return jax.tree_util.keystr(path) or "(the whole tree)"

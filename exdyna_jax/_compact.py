@@ -5,13 +5,12 @@ group of 32 words, and only these few counts get a running sum. Each output slot
 in that group, the bit in that word. The walk touches `capacity` slots, not the array.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 WORD = 32
+_FEW = 32  # ends
 GROUP = 32  # words; deeper and narrower trees were no faster, and their counts take memory
 
 
@@ -34,20 +33,28 @@ def lowest_bits(count: jax.Array) -> jax.Array:
 
 
 def place_in(ends: jax.Array, x: jax.Array) -> jax.Array:
-    """int32: how many of the ascending ends are at most x.
+    """int32 [K]: how many of the ascending ends are at most each x.
 
-    Unrolled on accelerators, where a search in a loop is a train of kernels; a loop on CPU, where the fused steps take twice as long.
+    Few ends are compared one by one. Otherwise a binary search: unrolled on accelerators, where a loop is a train of kernels; a loop on
+    CPU, where the fused steps take twice as long.
     """
+    if ends.size <= _FEW:
+        return jnp.sum((ends[None] <= x[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    return lax.platform_dependent(ends, x, cpu=_search_in_loop, default=_search_unrolled)
 
-    def search(method: str) -> Any:
-        return lambda ends, x: jnp.searchsorted(ends, x, side="right", method=method).astype(jnp.int32)
 
-    return lax.platform_dependent(ends, x, cpu=search("scan"), default=search("scan_unrolled"))
+# named, since JAX traces a function that it has not seen before anew
+def _search_in_loop(ends: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.searchsorted(ends, x, side="right", method="scan").astype(jnp.int32)
+
+
+def _search_unrolled(ends: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.searchsorted(ends, x, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 def widen(slots: jax.Array, size: int, fill: int) -> jax.Array:
-    """More slots, filled up."""
-    return jnp.pad(slots, (0, size - slots.size), constant_values=fill)
+    """More slots, filled up. A scalar stands for all slots, and stays."""
+    return slots if slots.ndim == 0 else jnp.pad(slots, (0, size - slots.size), constant_values=fill)
 
 
 def count(marks: jax.Array) -> jax.Array:

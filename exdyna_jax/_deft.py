@@ -8,13 +8,14 @@ import numpy as np
 import optax
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, add
 from exdyna_jax._checks import check_capacity
 from exdyna_jax._collectives import AxisName, Workers, alike, broadcast
 from exdyna_jax._compact import compact, place_in, to_words
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, slots, target, tiers
 from exdyna_jax._exchange import Local, broadcast_bytes
 from exdyna_jax._largest import first_of
-from exdyna_jax._layout import Accumulator, Layout, add
+from exdyna_jax._layout import Layout
 from exdyna_jax._partition import partition_of
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, widened, without_control
 from exdyna_jax._union import exchange_union
@@ -41,7 +42,7 @@ def deft(
     splits :math:`k = \lfloor d N \rfloor` among the layers by the norms of its accumulator there, the largest first:
 
     .. math::
-        k_l = \min\Big(\max\Big(1, \Big\lfloor k' \frac{\lVert a_{i,l} \rVert}{\nu'} \Big\rfloor\Big), \mathrm{size}_l\Big)
+        k_l = \min\left(\max\left(1, \left\lfloor k' \frac{\lVert a_{i,l} \rVert}{\nu'} \right\rfloor\right), \mathrm{size}_l\right)
 
     with what is left, :math:`k'` of k and :math:`\nu'` of the sum of the norms. The leader, worker :math:`t \bmod n`, puts the layers into
     n bins, the most costly first into the least loaded, where selecting costs :math:`\mathrm{size}_l \log_2 k_l`. Worker i takes bin

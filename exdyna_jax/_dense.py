@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import optax
 
+from exdyna_jax._accumulator import Accumulator
 from exdyna_jax._collectives import AxisName, Workers
 from exdyna_jax._exchange import Local
-from exdyna_jax._layout import Accumulator
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, without_control
 
 

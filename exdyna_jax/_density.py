@@ -44,6 +44,11 @@ def make_density(density: Any, max_density: float | None) -> Density:
         if max_density is not None:
             raise ValueError(f"max_density={max_density} only goes with a density schedule; density={density} is constant: leave it out.")
         schedule, most, name = None, density, "density"
+    if isinstance(most, jax.Array):
+        raise ValueError(
+            f"{name} is an array (from optax.inject_hyperparams?), but buffers have a fixed size: keep it a Python float, there with "
+            f"static_args={name!r}."
+        )
     if isinstance(most, bool) or not isinstance(most, Real) or not 0 < most <= 1:
         raise ValueError(f"{name}={most!r} is not in (0, 1]: it is the share of the elements to send, such as 0.001.")
     if schedule is not None:

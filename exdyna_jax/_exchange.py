@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, add
 from exdyna_jax._collectives import Workers, all_gather, all_to_all, psum
 from exdyna_jax._compact import place_in
-from exdyna_jax._layout import Accumulator, Layout, add, fitted
+from exdyna_jax._layout import Layout, fitted
 from exdyna_jax._wire import index_words, pack_halves, pack_indices, unpack_halves, unpack_indices
 
 _NOTES = 3  # words behind the indices: count, threshold, checksum
@@ -39,7 +40,7 @@ class Sums(NamedTuple):
     """Sums over the workers, replicated."""
 
     values: jax.Array  # of the values handed in
-    unsent: jax.Array  # [K], what rounding kept back of this worker's values; per worker
+    unsent: jax.Array  # [K], what rounding kept back of this worker's values, or a scalar 0 without rounding; per worker
     scalars: tuple[jax.Array, ...]
     dense: tuple[jax.Array, ...]  # of each dense leaf's accumulator
     finite: jax.Array  # bool [], no worker saw a NaN or an infinity
@@ -123,7 +124,7 @@ def reduce(values: jax.Array, scalars: tuple[jax.Array, ...], accumulator: Accum
     if accumulator.layout.wire is None:
         total, dense = psum((jnp.concatenate([values, extra]), dense), workers)
         total, extra = total[: values.size], total[values.size :]
-        unsent = jnp.zeros_like(values)
+        unsent = jnp.zeros((), values.dtype)
     else:
         total, extra, unsent = _reduce_rounded(values, extra, accumulator.layout.wire, workers)
         dense = psum(dense, workers)

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from exdyna_jax._accumulator import Accumulator, marks
 from exdyna_jax._collectives import Workers
 from exdyna_jax._compact import compact, or_one, widen
 from exdyna_jax._density import Density, in_tiers, slots, target, tiers
 from exdyna_jax._exchange import Local, Message, Sums, gather, gather_bytes, join, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, marks, take
+from exdyna_jax._layout import Layout
 from exdyna_jax._partition import by_partition, partition_of
+from exdyna_jax._slots import take
 from exdyna_jax._sparsify import Exchange, Method
 from exdyna_jax._threshold import Rule
 
@@ -50,7 +52,8 @@ def exclusive(density: Density, rule: Rule, partitions: Partitions, capacity_fac
         sizes = tiers(density, layout.size)
         capacities = [slots(size, n, capacity_factor, layout.span) for size in sizes]
 
-        own_threshold = rule.start(control.rule, accumulator, k, workers)
+        aimed = rule.aim(control.rule, k)
+        own_threshold = rule.start(aimed, accumulator, k, workers)
         edge = partitions.edges(control.topology, layout, n)
         partition = partition_of(count, workers.rank, n)
         start, stop = edge[partition], edge[partition + 1]
@@ -80,8 +83,8 @@ def exclusive(density: Density, rule: Rule, partitions: Partitions, capacity_fac
         indices, message, sums, sent, sent_bytes = in_tiers(sizes, k, workers, ship)
         selected = message.counts
         all_selected, all_sent = jnp.sum(selected, dtype=jnp.int32), jnp.sum(sent, dtype=jnp.int32)
-        threshold, lowest = rule.settle(control.rule, message.thresholds)
-        state = rule.next(control.rule, threshold, all_selected, all_sent, sums.scalars[0], k)
+        threshold, lowest = rule.settle(aimed, message.thresholds)
+        state = rule.next(aimed, threshold, all_selected, all_sent, sums.scalars[0], k)
         topology = partitions.next(control.topology, layout, by_partition(selected, count), indices, by_partition(sent, count))
         return Exchange(
             indices=indices,

@@ -71,16 +71,18 @@ def exdyna(
       every_k: exchange in every k-th step only; in between, gradients add up in the residual, and updates are zero.
       momentum: m of momentum correction, :math:`v \leftarrow m v + g, a = v + e`, with v and e zeroed at the sent indices. None leaves
         momentum to the chain, as published.
-      wire_dtype: of the values on the network, None for float32, or bfloat16. Each worker then sums a share of the slots in float32 and
-        sends the rounded sums to all; what either rounding takes away stays in a residual.
+      wire_dtype: of the values on the network: bfloat16 or float16, None for float32. If narrower than that, each worker sums a share of
+        the slots in float32 and sends the rounded sums to all; what either rounding takes away stays in a residual.
       residual_dtype: of the residual, at least float32; None for each leaf's own dtype, but at least float32.
-      nonfinite: "skip" lets all workers skip a step together in which a gradient of one of them is not finite: the update is zero and the
-        state stays as it was, but for `metrics`. "propagate" saves the check, which reads the gradient once more.
+      nonfinite: "skip" lets all workers skip a step together in which a gradient of one of them is not finite, or so large, beyond
+        :math:`2^{-40}` of what the residual can hold (3e26 in float32), that sums of it might not be: the update is zero, and of the state
+        only `metrics` change. "propagate" saves the check, which reads the gradient once more.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `SparsifyState`: inside the axis this worker's, with residual
-      leaves `[1, *shape]`; outside it, with `num_workers` given, that of all workers, with leaves `[n, *shape]`. `update(updates,
-      state)` returns updates with the shapes and dtypes it was given, equal on all workers, and the new state. It needs no `params`.
+      An `optax.GradientTransformationExtraArgs`. `init(params)` makes a `SparsifyState`, inside the axis this worker's, with residual
+      leaves `[1, *shape]`; outside it, with `num_workers` given, that of all workers, with leaves `[n, *shape]`. Of leaves that take no
+      part, empty ones and those of integers, only the first axis is there. `update(updates, state)` returns updates with the shapes and
+      dtypes it was given, equal on all workers, and the new state. It needs no `params`.
 
     Raises:
       ValueError: at construction for an option out of range; in `init` outside the axis without `num_workers`; when `update` is traced for

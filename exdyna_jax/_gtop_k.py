@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator
 from exdyna_jax._collectives import AxisName, Workers, place_along, swap
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, target, tiers
 from exdyna_jax._exchange import Local, announce, announce_bytes, reduce, reduce_bytes
 from exdyna_jax._largest import first_of, largest
-from exdyna_jax._layout import Accumulator, take
+from exdyna_jax._slots import take
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, widened, without_control
 
 

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from exdyna_jax._accumulator import Accumulator, marks
 from exdyna_jax._checks import check_capacity, check_threshold
 from exdyna_jax._collectives import AxisName, Workers
 from exdyna_jax._compact import compact
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, slots, target, tiers
 from exdyna_jax._exchange import Local
-from exdyna_jax._layout import Accumulator, Layout, marks
+from exdyna_jax._layout import Layout
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, widened
 from exdyna_jax._union import exchange_union
 

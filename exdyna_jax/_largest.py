@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, add
 from exdyna_jax._compact import WORD
-from exdyna_jax._layout import Accumulator, add
 
 
 def largest(accumulator: Accumulator, k: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

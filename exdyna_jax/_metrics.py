@@ -16,7 +16,7 @@ class Metrics(NamedTuple):
     blocks: jax.Array | None  # int32 [n], blocks per partition as used in the step
     imbalance: jax.Array  # float32 [], n max(k_i) / sum(k_i); 1 is perfect
     overflow: jax.Array  # int32 [], marks that found no slot: they stay in the residual
-    skipped: jax.Array  # int32 [], steps skipped so far for a gradient that was not finite
+    skipped: jax.Array  # int32 [], steps skipped so far for a gradient that was not finite, or too large
     skipped_in_a_row: jax.Array  # int32 []
     gradients_identical: jax.Array  # bool [], all workers had the same gradient: it was summed before
     bytes_sent: jax.Array  # float32 [], by one worker, by ring collectives, padding and counts included

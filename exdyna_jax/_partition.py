@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from exdyna_jax._compact import WORD, place_in, words_in
+from exdyna_jax._compact import WORD, words_in
 
 PAPER_BLOCKS = 1024
 _DEFAULT_BLOCKS = 16384  # fine enough that a layer which holds most of the selected can still be shared out, 64 KiB of state
@@ -92,7 +92,8 @@ def block_counts(grid: Grid, indices: jax.Array) -> jax.Array:
 
 def block_owner(blocks: jax.Array, num_blocks: int) -> jax.Array:
     """int32 [num_blocks]: the partition to which each block belongs."""
-    return place_in(jnp.cumsum(blocks, dtype=jnp.int32), jnp.arange(num_blocks, dtype=jnp.int32))
+    begun = jnp.zeros(num_blocks, jnp.int32).at[jnp.cumsum(blocks, dtype=jnp.int32)].add(1, mode="drop")
+    return jnp.cumsum(begun, dtype=jnp.int32)
 
 
 def _paper_init(grid: Grid, n: int) -> Topology:

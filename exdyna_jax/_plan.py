@@ -158,8 +158,8 @@ def plan(
         together.
 
     Returns:
-      A `Plan`, a named tuple: `costs` by method, `break_even_density` and `break_even_bandwidth` of ExDyna (float32) against dense, `pays`,
-      and `verdict`, a sentence. `print` it for a table.
+      A `Plan`, a named tuple with `costs` by method, `break_even_density` and `break_even_bandwidth` of ExDyna (float32) against dense,
+      `pays`, and `verdict`, a sentence. `print` it for a table.
 
     Raises:
       ValueError: for arguments out of range, workers that don't fill their hosts, or a model too large for int32 indices.

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, add, marks
 from exdyna_jax._checks import check_capacity
 from exdyna_jax._collectives import AxisName, Workers, alike
 from exdyna_jax._compact import compact
 from exdyna_jax._compact import count as count_marks
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, share, slots, target, tiers
 from exdyna_jax._exchange import Local
-from exdyna_jax._layout import Accumulator, Layout, add, marks
+from exdyna_jax._layout import Layout
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, widened
 from exdyna_jax._threshold import TINY
 from exdyna_jax._union import exchange_union

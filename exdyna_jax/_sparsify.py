@@ -13,12 +13,14 @@ import numpy as np
 import optax
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, accumulator_of, probe, step
 from exdyna_jax._checks import check_options, check_params, check_state, check_update, workers_at_init
 from exdyna_jax._collectives import AxisName, Workers, agreed, axis_tuple, bind, pmean, psum, to_varying
 from exdyna_jax._compact import widen
 from exdyna_jax._exchange import Local, compare, compare_bytes, dense_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, Layout, Leaf, accumulator_of, blanks, fitted, make_layout, probe, put, split, step, takes_part
+from exdyna_jax._layout import Layout, Leaf, fitted, make_layout, takes_part
 from exdyna_jax._metrics import Metrics
+from exdyna_jax._slots import blanks, put, split
 
 
 class SparsifyState(NamedTuple):
@@ -42,7 +44,7 @@ class Exchange(NamedTuple):
 
     indices: jax.Array  # int32 [K], ascending, each at most once, then padding, which is `span`; replicated
     mean: jax.Array  # [K], the update at the indices; replicated
-    unsent: jax.Array  # [K], what stays in the residual at the indices; per worker
+    unsent: jax.Array  # [K], what stays in the residual at the indices, or a scalar for all; per worker
     dense: tuple[jax.Array, ...]  # the sum over workers of each dense leaf; replicated
     finite: jax.Array  # bool [], no worker had a NaN or an infinity; replicated
     control: Any  # for the next step; replicated
@@ -127,24 +129,22 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
         if not isinstance(state, SparsifyState):
             raise ValueError(f"The state is a {type(state).__name__}, not a SparsifyState: hand in what init returned, or the last update.")
         workers = bind(axes)
-        check_update(updates, state.residual, workers, fast, options.num_workers)
-        control, _, _ = jax.eval_shape(lambda: method.init(layout_of(updates), workers.size))
-        check_state(state, control, options.momentum, workers.size)
+        check_update(updates, state, workers, fast, options.num_workers)
+        layout = layout_of(updates)
+        control, _, _ = jax.eval_shape(lambda: method.init(layout, workers.size))
+        check_state(state, control, options.momentum)
         if options.every_k == 1:
-            means, state = exchange(updates, state, workers)
+            means, state = exchange(updates, layout, state, workers)
         else:
             due = agreed(state.mini_step + 1 >= options.every_k, workers)
-            means, state = lax.cond(due, lambda: exchange(updates, state, workers), lambda: hold(updates, state, workers))
+            means, state = lax.cond(due, lambda: exchange(updates, layout, state, workers), lambda: hold(updates, layout, state, workers))
         return _replace(updates, means | _idle(updates)), state
 
-    def exchange(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
+    def exchange(updates: optax.Updates, layout: Layout, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
         """Some of the accumulator becomes the update, the same on all workers, and the rest the residual."""
-        accumulator, local = accumulate(updates, state)
-        layout = accumulator.layout
+        accumulator, local = accumulate(updates, layout, state)
         run = method.exchange if layout.leaves else _exchange_dense
         done = run(accumulator, state.control, state.exchanges, local, workers)
-        if options.nonfinite == "skip":
-            done = done._replace(finite=done.finite & _all_finite(done.mean, *done.dense))
         indices = jnp.where(done.finite, done.indices, layout.span)  # a skipped step has padding only
 
         rows, values = [], []
@@ -155,7 +155,7 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             if mean.dtype != done.mean.dtype:  # what the update's dtype can't hold is not lost
                 rest = rest + (done.mean - mean.astype(done.mean.dtype))
             rows.append((blank, grown, *moved))
-            values.append((mean, rest, *(jnp.zeros_like(rest) for _ in moved)))
+            values.append((mean, rest, *(jnp.zeros((), rest.dtype) for _ in moved)))
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for piece, arrays in zip(layout.pieces, put(layout, indices, rows, values), strict=True):
             for leaf, update, residual, *velocity in zip(piece.leaves, *(split(piece, array) for array in arrays), strict=True):
@@ -180,10 +180,9 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             metrics=_metrics(done, state.metrics, layout, workers.size),
         )
 
-    def hold(updates: optax.Updates, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
+    def hold(updates: optax.Updates, layout: Layout, state: SparsifyState, workers: Workers) -> tuple[Leaves, SparsifyState]:
         """The whole accumulator becomes the residual; nothing is sent but whether all gradients are finite."""
-        accumulator, local = accumulate(updates, state)
-        layout = accumulator.layout
+        accumulator, local = accumulate(updates, layout, state)
         finite = psum(local.finite.astype(jnp.int32), workers) == workers.size
         means, residuals, velocities = Leaves(), Leaves(), Leaves()
         for leaf, terms in zip(layout.leaves + layout.dense, accumulator.leaves + accumulator.dense, strict=True):
@@ -200,13 +199,12 @@ def sparsify(method: Method, axis_name: AxisName, options: Options) -> optax.Gra
             metrics=idle._replace(**_skips(finite, state.metrics)),
         )
 
-    def accumulate(updates: optax.Updates, state: SparsifyState) -> tuple[Accumulator, Local]:
+    def accumulate(updates: optax.Updates, layout: Layout, state: SparsifyState) -> tuple[Accumulator, Local]:
         """The terms of the accumulator, and what this worker alone knows of them."""
-        layout = layout_of(updates)
         columns = [jax.tree.leaves(tree) for tree in (updates, state.residual, state.velocity) if tree is not None]
 
         def terms(leaf: Leaf) -> tuple[jax.Array, ...]:
-            g, *rest = (column[leaf.position].reshape(-1) for column in columns)
+            g, *rest = (jnp.asarray(column[leaf.position]).reshape(-1) for column in columns)
             return (pmean(g.astype(leaf.residual_dtype), fast) if fast else g, *rest)
 
         accumulator = accumulator_of(layout, options.momentum, tuple(map(terms, layout.leaves)), tuple(map(terms, layout.dense)))
@@ -246,11 +244,6 @@ def _grow(
     grown = jnp.where(finite, jnp.asarray(keep, e.dtype) * fresh + e, e)
     moved = (jnp.where(finite, fresh, u) for u in velocity)
     return grown, tuple(moved)
-
-
-def _all_finite(*sums: jax.Array) -> jax.Array:
-    """Whether finite numbers stayed so when they were added up; scaled, so that adding them all up can't spoil it."""
-    return jnp.stack([jnp.isfinite(jnp.sum(x * jnp.asarray(2.0**-30, x.dtype))) for x in sums]).all()
 
 
 def _exchange_dense(accumulator: Accumulator, control: Any, count: jax.Array, local: Local, workers: Workers) -> Exchange:

@@ -1,7 +1,8 @@
 """Threshold rules: which threshold gives the asked number of elements. Pure functions of replicated numbers.
 
-A rule is three functions:
+A rule is five functions:
   `init(k)`                                                        state before the first step
+  `aim(state, k) -> state`                                         before the exchange, where k may be another than in the step before
   `start(state, accumulator, k, workers) -> threshold`             what this worker selects with in this step
   `settle(state, starts) -> threshold, lowest`                     the same for all, from what all workers selected with, [n]
   `next(state, threshold, selected, sent, excess, k) -> state`     after the exchange
@@ -9,6 +10,7 @@ where `k` is the target, `selected` what all workers marked, `sent` what found a
 what was sent.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,17 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from exdyna_jax._accumulator import Accumulator, sample
 from exdyna_jax._collectives import Workers, agreed, alike
 from exdyna_jax._compact import count
-from exdyna_jax._layout import Accumulator, sample
 
 TINY = 2.0**-126  # the smallest normal float32: as a threshold it lets everything through but zeros
 _FIRST_SLOPE = 4.0
+_HALF_GROWN = 2  # steps
 _SAMPLE = 2**18
 
 
 class Rule(NamedTuple):
     init: Callable[[jax.Array], Any]
+    aim: Callable[[Any, jax.Array], Any]
     start: Callable[..., jax.Array]
     settle: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
     next: Callable[..., Any]
@@ -41,6 +45,12 @@ class Ladder(NamedTuple):
 
 def _paper_init(k: jax.Array) -> Ladder:
     return Ladder(1 / (2 * jnp.sqrt(k)))
+
+
+def _paper_aim(state: Ladder, k: jax.Array) -> Ladder:
+    """As published, a new target is reached step by step."""
+    del k
+    return state
 
 
 def _paper_start(state: Ladder, accumulator: Accumulator, k: jax.Array, workers: Workers) -> jax.Array:
@@ -64,6 +74,7 @@ class Servo(NamedTuple):
     """State of the proportional rule, replicated."""
 
     next_threshold: jax.Array  # float []; 0: not known, to be estimated from the next accumulator
+    target: jax.Array  # float32 [], the k that it is meant for
     slope: jax.Array  # float32 [], -d log(count) / d log(threshold), on a running average
     trend: jax.Array  # float32 [], drift of log(threshold) per step
     age: jax.Array  # int32 [], steps since the residuals were all zero
@@ -72,22 +83,38 @@ class Servo(NamedTuple):
 def quantile(magnitudes: jax.Array, target: int | jax.Array) -> jax.Array:
     """The largest float32 t such that at least `target` of the magnitudes are >= t; the smallest normal one if none is.
 
-    Positive floats are ordered as their bit patterns are, so t is found four bits at a time, in eight rounds of 15 counts.
+    Positive floats are ordered as their bit patterns are, so t is found two bits at a time, in 16 rounds of three counts.
     """
     bits = lax.bitcast_convert_type(magnitudes.astype(jnp.float32), jnp.uint32)
 
     def narrow(i: jax.Array, low: jax.Array) -> jax.Array:
-        shift = (28 - 4 * i).astype(jnp.uint32)
-        candidates = (low + (jnp.uint32(digit) << shift) for digit in range(1, 16))
-        counts = jnp.stack([count(bits >= candidate) for candidate in candidates])
+        shift = (30 - 2 * i).astype(jnp.uint32)
+        candidates = low + (jnp.arange(1, 4, dtype=jnp.uint32) << shift)
+        counts = jax.vmap(lambda candidate: count(bits >= candidate))(candidates)
         return low + (jnp.sum(counts >= target, dtype=jnp.uint32) << shift)
 
-    low = lax.fori_loop(0, 8, narrow, alike(jnp.uint32(0), bits))
+    low = lax.fori_loop(0, 16, narrow, alike(jnp.uint32(0), bits))
     return jnp.maximum(lax.bitcast_convert_type(low, jnp.float32), TINY)
 
 
 def _proportional_init(k: jax.Array) -> Servo:
-    return Servo(jnp.zeros((), k.dtype), jnp.float32(_FIRST_SLOPE), jnp.float32(0), jnp.int32(0))
+    return Servo(jnp.zeros((), k.dtype), k.astype(jnp.float32), jnp.float32(_FIRST_SLOPE), jnp.float32(0), jnp.int32(0))
+
+
+def _proportional_aim(state: Servo, k: jax.Array) -> Servo:
+    """Where the target moves, the threshold moves with it before anything is selected: along the local slope, or, further than by a factor
+    of two, where that says little, to a new estimate."""
+    target = k.astype(jnp.float32)
+    known, ratio = state.next_threshold, jnp.log(state.target / target)
+    moved = jnp.maximum(known * jnp.exp(ratio / state.slope).astype(known.dtype), TINY)
+    far = jnp.abs(ratio) > math.log(2)
+    return Servo(
+        next_threshold=jnp.where(far, 0, jnp.where((known == 0) | (ratio == 0), known, moved)),
+        target=target,
+        slope=jnp.where(far, _FIRST_SLOPE, state.slope),
+        trend=jnp.where(far, 0, state.trend),
+        age=jnp.where(far & (ratio > 0), _HALF_GROWN, state.age),  # below a threshold that rises, residuals begin to grow again
+    )
 
 
 def _proportional_start(state: Servo, accumulator: Accumulator, k: jax.Array, workers: Workers) -> jax.Array:
@@ -136,6 +163,7 @@ def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, 
     lost = (jnp.abs(error) > jnp.log(4.0)) & (jnp.abs(selected.astype(jnp.float32) - k) > 8 * jnp.sqrt(k)) | (selected == 0)
     return Servo(
         next_threshold=jnp.where(lost, 0, moved),
+        target=state.target,
         slope=jnp.where(lost, _FIRST_SLOPE, slope),
         trend=jnp.where(lost, 0, trend),
         age=jnp.where((selected == 0) & (threshold <= TINY), 0, state.age + 1),
@@ -143,6 +171,8 @@ def _proportional_next(state: Servo, threshold: jax.Array, selected: jax.Array, 
 
 
 RULES = {
-    "paper": Rule(_paper_init, _paper_start, _paper_settle, _paper_next, never_empty=True),
-    "proportional": Rule(_proportional_init, _proportional_start, _proportional_settle, _proportional_next, never_empty=False),
+    "paper": Rule(_paper_init, _paper_aim, _paper_start, _paper_settle, _paper_next, never_empty=True),
+    "proportional": Rule(
+        _proportional_init, _proportional_aim, _proportional_start, _proportional_settle, _proportional_next, never_empty=False
+    ),
 }

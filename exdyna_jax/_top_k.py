@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import optax
 
+from exdyna_jax._accumulator import Accumulator
 from exdyna_jax._collectives import AxisName, Workers
 from exdyna_jax._density import Density, dense_below, in_tiers, make_density, target, tiers
 from exdyna_jax._exchange import Local
 from exdyna_jax._largest import largest
-from exdyna_jax._layout import Accumulator
 from exdyna_jax._sparsify import Exchange, Method, Options, sparsify, widened, without_control
 from exdyna_jax._union import exchange_union
 

@@ -63,13 +63,13 @@ def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | 
     They are read off the jaxpr, inside `shard_map`, `pmap`, `jit`, `scan`, `while_loop`, `cond`, `switch`, `checkpoint`, `custom_jvp` and
     `custom_vjp` too. What one of n workers sends for an array of S bytes, by a ring:
 
-    ======================  ==================  =====================================
-    psum, pmax, pmin        :math:`2S (n-1)/n`  reduce-scatter, then all-gather
-    all_gather              :math:`S (n-1)`     its own, then the others' but the last
-    reduce_scatter          :math:`S (n-1)/n`
-    all_to_all              :math:`S (n-1)/n`   a share to each other worker; if ragged, at most
-    ppermute, pbroadcast    :math:`S`           the worker that sends; nothing if each sends to itself
-    ======================  ==================  =====================================
+    | collective             | one worker sends   | which is                               |
+    | ---------------------- | ------------------ | -------------------------------------- |
+    | psum, pmax, pmin       | :math:`2S (n-1)/n` | reduce-scatter, then all-gather        |
+    | all_gather             | :math:`S (n-1)`    | its own, then the others' but the last |
+    | reduce_scatter         | :math:`S (n-1)/n`  | all shares but its own                 |
+    | all_to_all             | :math:`S (n-1)/n`  | a share to each other; ragged: at most |
+    | ppermute, pbroadcast   | :math:`S`          | nothing if each sends to itself        |
 
     Not seen is what is not in the jaxpr: what the compiler inserts by itself for sharded arrays under plain `jit`, and along the axes that
     a `shard_map` leaves to it; and what kernels send. What the compiler drops, since nobody reads it, or joins with others, is listed all

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from exdyna_jax._accumulator import Accumulator
 from exdyna_jax._collectives import Workers
 from exdyna_jax._compact import compact, to_words
 from exdyna_jax._exchange import Local, gather, gather_bytes, reduce, reduce_bytes
-from exdyna_jax._layout import Accumulator, take
+from exdyna_jax._slots import take
 from exdyna_jax._sparsify import Exchange
 
 _MOST = 2**31 - 1

@@ -90,7 +90,8 @@ def step(before: Any, gradients: Any, options: Options) -> tuple[Any, Any]:
     velocity = [np.array(x) for x in jax.tree.leaves(before.velocity)]
     update = [np.zeros(x.shape[1:], x.dtype) for x in leaves]
 
-    if not all(np.isfinite(leaves[p.number].astype(np.float64)).all() for p in pieces):
+    most = {p.number: 2.0**-40 * float(jnp.finfo(residual[p.number].dtype).max) for p in pieces}  # what is larger counts as infinite
+    if not all((np.abs(leaves[p.number].astype(np.float64)) <= most[p.number]).all() for p in pieces):
         told = _nothing_sent(before.metrics, n)._replace(
             threshold=before.metrics.threshold if options.every_k > 1 else None,
             skipped=before.metrics.skipped + 1,
@@ -164,6 +165,8 @@ def _exchange(a: np.ndarray, real: np.ndarray, before: Any, options: Options) ->
     blocks = topology.next_blocks
     k, slots = target(options, t, size, n, span)
 
+    if options.threshold_rule == "proportional":
+        rule = aim(rule, k)
     threshold = rule.next_threshold
     own_threshold = [threshold] * n
     if options.threshold_rule == "proportional" and threshold == 0:
@@ -238,6 +241,17 @@ def ladder(threshold: Any, ratio: float) -> float:
     if ratio > 0.909:
         return threshold * 1.00125
     return threshold * 0.995
+
+
+def aim(rule: Any, k: int) -> Any:
+    """The proportional rule's threshold, moved to another target along the power law of its slope; forgotten if that is far away."""
+    threshold, ratio = float(rule.next_threshold), float(rule.target) / k
+    if not 0.5 <= ratio <= 2:
+        rule = rule._replace(slope=np.float32(FIRST_SLOPE), trend=np.float32(0), age=np.int32(2) if ratio > 1 else rule.age)
+        threshold = 0
+    elif threshold and ratio != 1:
+        threshold = max(threshold * ratio ** (1 / float(rule.slope)), TINY)
+    return rule._replace(next_threshold=np.float32(threshold), target=np.float32(k))
 
 
 def servo(rule: Any, threshold: float, total: int, above: np.ndarray, k: int) -> Any:

@@ -74,6 +74,9 @@ AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"momentum": 1}, r"momentum=1 is not in \[0, 1\).*None turns it off"),
     ({"momentum": -0.5}, r"momentum=-0\.5 is not in \[0, 1\)"),
     ({"momentum": "0.9"}, r"momentum='0\.9' is not in \[0, 1\)"),
+    ({"momentum": jnp.float32(0.9)}, r"momentum is an array \(from optax\.inject_hyperparams\?\).*static_args='momentum'"),
+    ({"capacity_factor": jnp.float32(2)}, r"capacity_factor is an array .*static_args='capacity_factor'"),
+    ({"density": lambda _: 0.1, "max_density": jnp.float32(0.1)}, r"max_density is an array .*static_args='max_density'"),
     ({"residual_dtype": jnp.bfloat16}, r"residual_dtype=bfloat16 would lose small gradients.*use float32 or float64"),
     ({"residual_dtype": "float16"}, r"residual_dtype=float16 would lose small gradients"),
     ({"residual_dtype": "foo"}, r"residual_dtype='foo' is not a dtype such as float32"),
@@ -111,6 +114,14 @@ OTHER_METHODS: list[tuple[str, dict[str, Any], str]] = [
 def test_at_construction_of_other_methods(method: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(exdyna_jax, method)(**({"density": 0.1, "axis_name": AXIS} | options))
+
+
+def test_numpy_gradients_are_taken() -> None:
+    """As by optax; floats as they are, float64 as JAX has it."""
+    given = {"a": np.linspace(-3, 4, 40, dtype=np.float32), "b": np.ones(3, np.float32)}
+    tx = exdyna_jax.top_k(0.5, None)
+    got, want = (tx.update(g, tx.init(given))[0] for g in (given, jax.tree.map(jnp.asarray, given)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
 
 
 def test_init_outside_the_axis_needs_the_number_of_workers() -> None:

@@ -138,3 +138,24 @@ def test_embedding_with_few_nonzeros() -> None:
     assert np.all(seen.density[:50] < 0.5)
     assert abs(seen.sent[30:50].mean() / (4 * 0.0005 * N) - 1) < 0.1
     assert abs(_after_change(seen, 50) - 1) <= 0.1
+
+
+def test_a_schedule_is_followed_at_once() -> None:
+    """Also where the density falls tenfold from one step to the next, or rises: the buffers change then and there."""
+    asked = np.repeat([0.1, 0.01, 0.04, 0.03], 12).astype(np.float32)
+    tx = exdyna_jax.exdyna(lambda step: jnp.asarray(asked)[step], None, max_density=0.1)
+
+    @jax.jit
+    def run(key: jax.Array) -> Any:
+        def step(state: Any, key: jax.Array) -> Any:
+            _, state = tx.update(jax.random.normal(key, (30_000,)), state)
+            return state, (state.metrics.density, state.metrics.overflow / state.metrics.selected)
+
+        return lax.scan(step, tx.init(jnp.zeros(30_000)), jax.random.split(key, asked.size))[1]
+
+    density, overflow = map(np.asarray, run(jax.random.key(0)))
+    obtained = density / asked
+    assert np.abs(obtained[::12] - 1).max() <= 0.3
+    assert obtained.max() <= 1.5
+    assert np.abs(obtained.reshape(4, 12)[:, 6:].mean(axis=1) - 1).max() <= 0.15
+    assert overflow.max() <= 0.02

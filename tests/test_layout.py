@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from exdyna_jax._layout import accumulator_of, blanks, make_layout, marks, put, sample, split, take
+from exdyna_jax._accumulator import accumulator_of, marks, sample
+from exdyna_jax._layout import make_layout
+from exdyna_jax._slots import blanks, put, split, take
 
 SHAPES = [((5, 7), "float32"), ((3 * 2**17 + 5,), "float32"), ((), "float32"), ((64,), "bfloat16"), ((300, 250), "float32")]
 SHAPES += [((3, 11, 2), "bfloat16"), ((129,), "float32")]

@@ -46,4 +46,4 @@ def test_no_sort_and_no_long_loop(tree: str, platform: str, options: dict[str, A
     assert len(re.findall(r"stablehlo\.while", text)) == 1
     bound = re.search(r"stablehlo\.while.*?compare +LT, %\w+, (%\w+), SIGNED", text, re.DOTALL)
     assert bound is not None
-    assert re.search(rf"{bound.group(1)} = stablehlo\.constant dense<8> : tensor<i32>", text), "the quantile takes eight rounds"
+    assert re.search(rf"{bound.group(1)} = stablehlo\.constant dense<16> : tensor<i32>", text), "the quantile takes 16 rounds"

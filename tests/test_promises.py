@@ -60,18 +60,21 @@ def test_update_too_large_for_its_dtype_is_not_lost() -> None:
     np.testing.assert_array_equal(moved + flat(state.residual, 1).mean(axis=0), np.full(64, 180_000.0))
 
 
-def test_sum_too_large_for_its_dtype_is_skipped() -> None:
-    """Finite gradients of two workers whose sum is not: the step is skipped as if one of them held an infinity, and training goes on."""
-    run = simulation("odd", 2, 0.3)
+@pytest.mark.parametrize("options", [{}, {"every_k": 2}, {"momentum": 0.9}, {"every_k": 3, "momentum": 0.9, "min_size": 40}], ids=str)
+@pytest.mark.parametrize("size", [1e27, 1e38, 3e38])
+def test_sums_that_could_become_infinite_are_skipped(size: float, options: dict[str, Any]) -> None:
+    """Finite gradients whose sums, now or later, would not be: they are skipped like an infinity, and training goes on."""
+    run = simulation("odd", 2, 0.3, **options)
     rng = np.random.RandomState(0)
     state = run.init()
-    for t in range(4):
-        g = gradients("odd", 2, (lambda shape: np.full(shape, 3e38)) if t == 1 else rng.standard_normal)
+    for t in range(8):
+        bad = t in (1, 3)
+        g = gradients("odd", 2, (lambda shape: np.full(shape, size)) if bad else rng.standard_normal)
         before, (update, state) = state, run.step(g, state)
-        assert metrics(state)["skipped"] == (t >= 1)
+        assert metrics(state)["skipped"] == (t >= 1) + (t >= 3)
         assert np.isfinite(flat(update)).all()
         assert np.isfinite(flat(state.residual, 1)).all()
-        if t == 1:
+        if bad:
             np.testing.assert_array_equal(flat(state.residual, 1), flat(before.residual, 1))
 
 

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
-from simulate import AXIS, SETUPS, gradients, mesh, metrics, simulation
+from simulate import AXIS, SETUPS, compilations, gradients, mesh, metrics, simulation
 
 N = 2
 PARAMS = {"w": jnp.zeros((4, 8)), "residual": jnp.zeros(3)}  # a user may call a parameter what we call a field
@@ -105,6 +105,29 @@ def test_fresh_state_can_be_donated() -> None:
 
 
 X = np.random.RandomState(0).standard_normal((N * 8, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_state_laid_out_by_its_specs_compiles_once(kind: AxisType) -> None:
+    """What a step returns is laid out as what `state_specs` laid out before the first."""
+    place = jax.make_mesh((N,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:N])
+    with jax.set_mesh(place):
+        state = TX.init(PARAMS)
+        specs = exdyna_jax.state_specs(state, AXIS)
+        state = _put(state, specs, place)
+        given = jax.device_put(jax.tree.map(lambda leaf: jnp.ones((N, *leaf.shape)), PARAMS), NamedSharding(place, P(AXIS)))
+
+        def update(gradients: Any, state: Any) -> Any:
+            return TX.update(jax.tree.map(lambda g: g[0], gradients), state)
+
+        step = jax.jit(jax.shard_map(update, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
+        laid_out = jax.tree.map(jax.typeof, state)
+        _, state = step(given, state)
+        with compilations() as compiled:
+            for _ in range(2):
+                _, state = jax.block_until_ready(step(given, state))
+            assert compiled() == 0
+        assert jax.tree.map(jax.typeof, state) == laid_out
 
 
 def test_linen_train_state() -> None:

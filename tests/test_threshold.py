@@ -67,6 +67,20 @@ def test_our_rule_equals_its_formula(selected: int, k: int, slope: float, thresh
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6 if name == "trend" else 0, err_msg=name)
 
 
+@pytest.mark.parametrize("slope", [1.5, 3.0, 8.0])
+@pytest.mark.parametrize("k", [10, 600, 1000, 1900, 5000])
+def test_our_rule_aims_at_another_target_at_once(slope: float, k: int) -> None:
+    """On a power law whose slope it knows it hits a k nearby, and asks for a new estimate far away; the target it had changes nothing."""
+    state = jax.device_get(RULE.init(jnp.float32(1000)))._replace(next_threshold=np.float32(2), slope=np.float32(slope))
+    aimed = jax.device_get(RULE.aim(state, jnp.float32(k)))
+    if 500 <= k <= 2000:
+        assert 1000 * (aimed.next_threshold / 2) ** -slope == pytest.approx(k, rel=1e-4)
+    else:
+        assert aimed.next_threshold == 0
+    assert k != 1000 or aimed == state
+    assert RULE.aim(state._replace(next_threshold=np.float32(0)), jnp.float32(k)).next_threshold == 0
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e30])
 def test_our_rule_moves_the_right_way(scale: float) -> None:
     old = jax.device_get(RULE.init(jnp.float32(1000)))._replace(age=np.int32(1000))

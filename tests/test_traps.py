@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import exdyna_jax
@@ -71,6 +72,27 @@ def test_state_that_was_not_sharded_is_an_error(check_vma: bool) -> None:
 
     with pytest.raises(ValueError, match=r"residual of leaf \['b'\] has 2 rows.*state_specs"):
         _trace(step, (P(), P(), P(AXIS)), (P(), P()), PARAMS, TX.init(PARAMS), X, check_vma=check_vma)
+
+
+def test_velocity_that_was_not_sharded_is_an_error() -> None:
+    tx = exdyna_jax.exdyna(0.1, AXIS, num_workers=N, momentum=0.9)
+    state = tx.init(PARAMS)
+    specs = exdyna_jax.state_specs(state, AXIS)._replace(velocity=jax.tree.map(lambda _: P(), PARAMS))
+    with pytest.raises(ValueError, match=r"velocity of leaf \['b'\] has shape \(2,.*residual \(1,.*state_specs"):
+        _trace(lambda g, s: tx.update(g, s), (P(AXIS), specs), (P(), specs), {"w": jnp.ones((16, 4)), "b": jnp.ones(8)}, state)
+
+
+@pytest.mark.parametrize("method", ["exdyna", "top_k", "dense"])
+def test_gradient_that_differs_along_one_axis_more_is_an_error(method: str) -> None:
+    """A dense_axis that was forgotten."""
+    density = () if method == "dense" else (0.1,)
+    tx = getattr(exdyna_jax, method)(*density, axis_name="slow", num_workers=2)
+    params = {"w": jnp.zeros(8)}
+    specs = exdyna_jax.state_specs(tx.init(params), "slow")
+    both = jax.make_mesh((2, 2), ("slow", "fast"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    step = jax.shard_map(lambda g, s: tx.update(g, s), mesh=both, in_specs=(P(("slow", "fast")), specs), out_specs=(P(), specs))
+    with pytest.raises(ValueError, match=r"gradient at \['w'\] differs along \('fast',\), its residual does not.*dense_axis"):
+        jax.eval_shape(step, {"w": jnp.zeros(32)}, tx.init(params))
 
 
 def test_unbound_axis_is_an_error() -> None:

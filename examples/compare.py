@@ -26,6 +26,7 @@ from train import METHODS, OPTIMIZERS, Settings, provide_devices, train, train_s
 from workloads import TASKS, load_task
 
 _SCALED = ("exdyna", "micro", "deft", "top_k", "gtop_k", "clt_k")  # a fixed or fitted threshold says little on synthetic gradients
+_DEFAULT = [name for name, method in METHODS.items() if not method.gossips]
 _RUN_ONLY = ("task", "workers", "seeds", "batch", "optimizer", "learning_rate", "simulate")
 _SCALE_ONLY = ("most", "size", "correlation", "model")
 
@@ -92,7 +93,7 @@ def _bar(console: Console, total: int) -> Iterator[tuple[Callable[[str], None], 
 
 def main() -> None:
     parser = Parser(description="Compare methods: on one task, or, with --scale, on ever more simulated workers.", allow_abbrev=False)
-    parser.add_argument("--methods", type=_methods, help=f"separated by commas, of {', '.join(METHODS)}; default: all that make sense")
+    parser.add_argument("--methods", type=_methods, help=f"separated by commas, of {', '.join(METHODS)}; default: all but gossip")
     parser.add_argument("--density", type=float, default=Settings.density, help="share of the gradient to send, in (0, 1]")
     parser.add_argument("--steps", type=int, help=f"default: the task's own; {scale.Scale.steps} with --scale")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
@@ -135,7 +136,7 @@ def main() -> None:
             console.print(scale.table(asked, points))
             figures, draw = scale.figures(asked, points), partial(scale.plot, scale=asked, points=points)
         else:
-            methods, seeds = given.pop("methods", list(METHODS)), given.pop("seeds", [0])
+            methods, seeds = given.pop("methods", _DEFAULT), given.pop("seeds", [0])
             one_device = given.pop("simulate", False)
             settings = [Settings(method=method, **given) for method in methods]
             for seed in seeds:

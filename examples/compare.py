@@ -1,9 +1,10 @@
 """Trains one task with several methods, side by side, or shows how they scale with the number of workers.
 
     python examples/compare.py --methods exdyna,top_k,dense --seeds 0,1,2 --plot compared.png
+    python examples/compare.py --methods crossover,sgp,dense --workers 32 --simulate
     python examples/compare.py --scale --plot scale.png
 
-With --scale, 2, 4, 8, ... workers are simulated on one device, on synthetic gradients.
+With --simulate all workers share one device. With --scale, 2, 4, 8, ... workers are simulated on one device, on synthetic gradients.
 """
 
 import argparse
@@ -20,12 +21,13 @@ import scale
 import side_by_side
 from alone import selection_ms
 from cli import Parser, output_file, picture_file
-from report import progress, write_json
-from train import METHODS, OPTIMIZERS, Settings, provide_devices, train
+from report import Result, progress, write_json
+from train import METHODS, OPTIMIZERS, Settings, provide_devices, train, train_simulated
 from workloads import TASKS, load_task
 
 _SCALED = ("exdyna", "micro", "deft", "top_k", "gtop_k", "clt_k")  # a fixed or fitted threshold says little on synthetic gradients
-_RUN_ONLY = ("task", "workers", "seeds", "batch", "optimizer", "learning_rate")
+_DEFAULT = [name for name, method in METHODS.items() if not method.gossips]
+_RUN_ONLY = ("task", "workers", "seeds", "batch", "optimizer", "learning_rate", "simulate")
 _SCALE_ONLY = ("most", "size", "correlation", "model")
 
 
@@ -51,7 +53,9 @@ def _seeds(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 0,1,2") from error
 
 
-def compare(settings: list[Settings], seeds: list[int], console: Console) -> list[side_by_side.Compared]:
+def compare(
+    settings: list[Settings], seeds: list[int], console: Console, train: Callable[..., Result] = train
+) -> list[side_by_side.Compared]:
     """Trains each of the settings with each seed. A run that diverges is kept as it is."""
     compared = []
     runs = len(settings) * len(seeds)
@@ -89,7 +93,7 @@ def _bar(console: Console, total: int) -> Iterator[tuple[Callable[[str], None], 
 
 def main() -> None:
     parser = Parser(description="Compare methods: on one task, or, with --scale, on ever more simulated workers.", allow_abbrev=False)
-    parser.add_argument("--methods", type=_methods, help=f"separated by commas, of {', '.join(METHODS)}; default: all that make sense")
+    parser.add_argument("--methods", type=_methods, help=f"separated by commas, of {', '.join(METHODS)}; default: all but gossip")
     parser.add_argument("--density", type=float, default=Settings.density, help="share of the gradient to send, in (0, 1]")
     parser.add_argument("--steps", type=int, help=f"default: the task's own; {scale.Scale.steps} with --scale")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
@@ -101,6 +105,7 @@ def main() -> None:
     runs.add_argument("--batch", type=int, help=f"samples per worker and step; default: {Settings.batch}")
     runs.add_argument("--optimizer", choices=OPTIMIZERS, help=f"default: {Settings.optimizer}")
     runs.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
+    runs.add_argument("--simulate", action="store_true", default=None, help="all workers on one device instead")
     simulated = parser.add_argument_group("scaling")
     simulated.add_argument("--scale", action="store_true", help="simulate 2, 4, 8, ... workers on synthetic gradients")
     simulated.add_argument("--most", type=int, help=f"workers; default: {scale.Scale.most}")
@@ -131,12 +136,13 @@ def main() -> None:
             console.print(scale.table(asked, points))
             figures, draw = scale.figures(asked, points), partial(scale.plot, scale=asked, points=points)
         else:
-            methods, seeds = given.pop("methods", list(METHODS)), given.pop("seeds", [0])
+            methods, seeds = given.pop("methods", _DEFAULT), given.pop("seeds", [0])
+            one_device = given.pop("simulate", False)
             settings = [Settings(method=method, **given) for method in methods]
             for seed in seeds:
                 replace(settings[0], seed=seed)  # complains of a bad one before the first run
-            provide_devices(settings[0].workers)
-            compared = compare(settings, seeds, console)
+            provide_devices(1 if one_device else settings[0].workers)
+            compared = compare(settings, seeds, console, train_simulated if one_device else train)
             console.print(side_by_side.table(compared))
             figures, draw = side_by_side.figures(compared), partial(side_by_side.plot, everything=compared)
         if json_file:

@@ -66,7 +66,7 @@ class Job:
                 raise ValueError(complaint)
 
 
-def by_pmap(task: Task, shapes: Any, key: jax.Array, columns: Columns, batch: int) -> Mapped:
+def by_pmap(task: Task, shapes: Any, key: jax.Array, columns: Columns, settings: Settings) -> Mapped:
     """The step by `jax.pmap`. Each process has the state of its own workers, stacked on a leading axis."""
     workers = len(mesh_of(shapes).local_devices)
     step = jax.pmap(one_step(task, key), axis_name=AXIS, out_axes=(0, None), donate_argnums=0)

@@ -1,4 +1,4 @@
-"""One look for each method, the same in all pictures, told apart by the colour-blind too (Okabe and Ito's colours, and line and marker)."""
+"""One look for each method, the same in all pictures, told apart by the colour-blind too (Okabe, Ito and Tol's colours; lines, markers)."""
 
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ _LOOKS = {
     "sidco": Look("#7A5195", "--", "P"),
     "hard_threshold": Look("#8C8C8C", "--", "*"),
     "dense": Look("#000000", ":", "."),
+    "crossover": Look("#117733", "-.", "<"),
+    "hierarchical": Look("#882255", "-.", ">"),
+    "sgp": Look("#332288", "-.", "h"),
 }
 
 

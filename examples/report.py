@@ -49,7 +49,8 @@ def _recent(history: History) -> str:
         return float(np.mean(history[name][-_RECENT:]))
 
     saved = sum(history["bytes_dense"]) - sum(history["bytes_sent"])
-    return f"loss {mean('loss'):.3f}  acc {mean('accuracy'):.1%}  density {mean('density'):.4g}  saved {saved / 1e6:.1f} MB"
+    figure = f"density {mean('density'):.4g}" if "density" in history else f"apart {mean('consensus_distance'):.3g}"
+    return f"loss {mean('loss'):.3f}  acc {mean('accuracy'):.1%}  {figure}  saved {saved / 1e6:.1f} MB"
 
 
 @contextmanager
@@ -80,15 +81,20 @@ def _lines(console: Console) -> Callable[[History, int], None]:
 def table(result: Result) -> Table:
     """The figures of a run in brief."""
     history, sent, dense = result.history, result.bytes_sent, result.bytes_dense
-    overflow = sum(history["overflow"]) / max(sum(history["selected"]), 1)
     rows = {
         "accuracy, held out": f"{result.accuracy:.2%}",
         "sent by a worker": f"{sent / 1e6:,.2f} MB of {dense / 1e6:,.2f} MB dense, " + (f"1/{dense / sent:.1f}" if sent else "nothing"),
-        "density": f"{np.mean(history['density']):.5f} on average, {result.density:g} asked",
-        "imbalance": f"{np.mean(history['imbalance']):.2f} on average, 1 is perfect" if "imbalance" in history else "-",
-        "overflow": f"{overflow:.2%} of the selected had to wait",
-        "time": f"{1000 * result.seconds_per_step:.1f} ms a step",
     }
+    if "consensus_distance" in history:
+        rows["distance to the mean"] = f"{history['consensus_distance'][-1]:.3g} in the last step, as estimated"
+    else:
+        overflow = sum(history["overflow"]) / max(sum(history["selected"]), 1)
+        rows |= {
+            "density": f"{np.mean(history['density']):.5f} on average, {result.density:g} asked",
+            "imbalance": f"{np.mean(history['imbalance']):.2f} on average, 1 is perfect" if "imbalance" in history else "-",
+            "overflow": f"{overflow:.2%} of the selected had to wait",
+        }
+    rows["time"] = f"{1000 * result.seconds_per_step:.1f} ms a step"
     shown = Table("figure", "value", title=f"{result.method} on {result.task}, {result.workers} workers, {result.steps} steps")
     for name, value in rows.items():
         shown.add_row(name, value)
@@ -109,7 +115,7 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 
 
 def plot(path: Path, result: Result) -> None:
-    """Draws loss, density, threshold and imbalance over the steps."""
+    """Draws loss, density, threshold and imbalance over the steps; for the density, in gossip, the distance to the mean."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     figure.suptitle(
         f"{result.method} on {result.task}: {result.workers} workers, accuracy {result.accuracy:.1%}, "
@@ -117,7 +123,10 @@ def plot(path: Path, result: Result) -> None:
     )
     loss, density, threshold, imbalance = figure.subplots(2, 2, sharex=True).flat
     _draw(loss, result, "loss", log=True)
-    _draw(density, result, "density", line=("asked", result.density))
+    if "consensus_distance" in result.history:
+        _draw(density, result, "consensus_distance", log=True)
+    else:
+        _draw(density, result, "density", line=("asked", result.density))
     _draw(threshold, result, "threshold", log=True)
     _draw(imbalance, result, "imbalance", line=("perfect", 1))
     for panel in (threshold, imbalance):

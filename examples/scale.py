@@ -40,7 +40,9 @@ class Scale:
     model: int = 110_000_000  # elements of the model whose traffic is counted; it is not run
 
     def __post_init__(self) -> None:
+        gossip = [method for method in self.methods if METHODS[method].gossips]
         checks = {
+            f"{', '.join(gossip)}: mixes parameters, and selects nothing from gradients": not gossip,
             f"density={self.density} is not in (0, 1]": 0 < self.density <= 1,
             f"size={self.size} is not in 1..2000000000": 1 <= self.size <= 2_000_000_000,
             f"model={self.model} is not in 1..2000000000": 1 <= self.model <= 2_000_000_000,

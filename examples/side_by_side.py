@@ -59,22 +59,28 @@ def divergence(history: History, held_out: float) -> str | None:
 def _build_up(run: Result) -> np.ndarray[Any, Any]:
     """Distinct indices sent / k, of each step."""
     k = max(int(run.density * run.parameters), 1)
-    return np.asarray(run.history["sent"], float) / k
+    return np.asarray(run.history.get("sent", []), float) / k
+
+
+def _mean(values: Sequence[float] | np.ndarray[Any, Any]) -> float:
+    """NaN for what a method doesn't have."""
+    return float(np.mean(values)) if len(values) else math.nan
 
 
 def _per_run(run: Result) -> dict[str, float]:
     """The figures of one run that the table averages over the seeds."""
     history = run.history
-    density = np.asarray(history["density"], float)
+    density = np.asarray(history.get("density", []), float)
     return {
         "accuracy": run.accuracy,
         "loss": run.loss,
-        "density": float(density.mean()),
-        "density_error": float(np.abs(density / run.density - 1).mean()),
-        "build_up": float(_build_up(run).mean()),
-        "imbalance": float(np.mean(history["imbalance"])),
+        "density": _mean(density),
+        "density_error": _mean(np.abs(density / run.density - 1)),
+        "build_up": _mean(_build_up(run)),
+        "imbalance": _mean(history.get("imbalance", [])),
         "bytes_per_step": run.bytes_sent / run.steps,
-        "overflow": float(sum(history["overflow"]) / max(sum(history["selected"]), 1)),
+        "overflow": float(sum(history["overflow"]) / max(sum(history["selected"]), 1)) if "overflow" in history else math.nan,
+        "consensus_distance": _mean(history.get("consensus_distance", [])),
         "step_ms": 1000 * run.seconds_per_step,
     }
 
@@ -115,16 +121,20 @@ def table(everything: Sequence[Compared]) -> Table:
             each.method,
             "diverged" if wrong else f"{row['accuracy']:.2%}{half}",
             f"{row['loss']:.3g}",
-            f"{row['density']:.3g}",
-            f"{row['density_error']:.1%}",
-            f"{row['build_up']:.2f}",
-            f"{row['imbalance']:.2f}",
+            _shown(row["density"], ".3g"),
+            _shown(row["density_error"], ".1%"),
+            _shown(row["build_up"], ".2f"),
+            _shown(row["imbalance"], ".2f"),
             f"{row['bytes_per_step'] / 1e6:.4f}",
-            f"{row['overflow']:.2%}",
+            _shown(row["overflow"], ".2%"),
             "-" if each.selection_ms is None else f"{each.selection_ms:.2f}",
             style="red" if wrong else None,
         )
     return shown
+
+
+def _shown(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def plot(path: Path, everything: Sequence[Compared]) -> None:
@@ -136,9 +146,9 @@ def plot(path: Path, everything: Sequence[Compared]) -> None:
     panels = figure.subplots(2, 3, sharex=True)
     curves: list[tuple[str, Callable[[Result], Any]]] = [
         ("training loss", lambda run: run.history["loss"]),
-        ("density obtained, of all workers together", lambda run: run.history["density"]),
+        ("density obtained, of all workers together", lambda run: run.history.get("density", [])),
         ("build-up: distinct indices sent / k", _build_up),
-        ("imbalance: busiest worker / mean", lambda run: run.history["imbalance"]),
+        ("imbalance: busiest worker / mean", lambda run: run.history.get("imbalance", [])),
         ("MB sent by a worker so far", lambda run: np.cumsum(run.history["bytes_sent"]) / 1e6),
         ("threshold", lambda run: run.history.get("threshold", [])),
     ]

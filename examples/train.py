@@ -2,7 +2,7 @@
 
     python examples/train.py --method exdyna --density 0.01 --plot run.png
 
-The workers are accelerators where there are enough of them, otherwise virtual CPU devices.
+The workers are accelerators where there are enough of them, otherwise virtual CPU devices; with --simulate they share one device.
 """
 
 import math
@@ -26,7 +26,9 @@ from rich.console import Console
 from checkpoint import Log, Saves
 from cli import Parser, output_file, picture_file
 from exdyna_jax import (
+    average_params,
     clt_k,
+    crossover,
     deft,
     dense,
     exdyna,
@@ -35,23 +37,38 @@ from exdyna_jax import (
     local_value_and_grad,
     metrics,
     micro,
+    replicate_params,
     reshard,
+    sgp,
     sidco,
     state_specs,
     top_k,
 )
 from report import History, Result, plot, progress, table, write_json
-from workloads import TASKS, Batch, Columns, Task, count, held_out_batches, load_task, training_batches
+from workloads import TASKS, Batch, Columns, Params, Task, count, held_out_batches, load_task, training_batches
 
 AXIS = "data"
 _FETCH_EVERY = 10  # steps between two looks at the metrics: looking at each step would stall the devices
 
+Make = Callable[..., optax.GradientTransformation]
+
 
 class Method(NamedTuple):
-    """A way to exchange gradients."""
+    """A way to exchange gradients or, in gossip, parameters."""
 
-    make: Callable[..., optax.GradientTransformation]  # (density, axis_name, *, num_workers)
+    make: Make  # (density, axis_name, *, num_workers) -> transformation
     thins: bool = True  # whether it asks for a density
+    gossips: bool = False  # whether each worker has parameters of its own, which are mixed at the end of the chain
+
+
+def _whole(make: Make) -> Make:
+    """A method that sends everything, and takes no density."""
+    return lambda density, axis_name, **options: make(axis_name, **options)
+
+
+def _hierarchical(axis_name: str, num_workers: int) -> optax.GradientTransformation:
+    """Crossover between groups of four neighbours; of two, or of one, where four don't divide the workers."""
+    return crossover(axis_name, groups=num_workers // math.gcd(num_workers, 4), num_workers=num_workers)
 
 
 METHODS = {
@@ -63,7 +80,10 @@ METHODS = {
     "clt_k": Method(clt_k),
     "hard_threshold": Method(hard_threshold),
     "sidco": Method(sidco),
-    "dense": Method(lambda density, axis_name, **options: dense(axis_name, **options), thins=False),
+    "dense": Method(_whole(dense), thins=False),
+    "crossover": Method(_whole(crossover), thins=False, gossips=True),
+    "hierarchical": Method(_whole(_hierarchical), thins=False, gossips=True),
+    "sgp": Method(_whole(sgp), thins=False, gossips=True),
 }
 
 # what makes a step of the exchanged gradient: (learning rate, momentum) -> transformation
@@ -119,15 +139,33 @@ class Mapped(NamedTuple):
     leave: Callable[[Any], TrainState] = lambda state: state  # and back
 
 
-Map = Callable[[Task, Any, jax.Array, Columns, int], Mapped]  # (task, shapes of the state, key, data, samples per worker) -> the step
+Map = Callable[[Task, Any, jax.Array, Columns, Settings], Mapped]  # (task, shapes of the state, key, data, settings) -> the step
 
 
-def by_shard_map(task: Task, shapes: Any, key: jax.Array, columns: Columns, batch: int) -> Mapped:
+def by_shard_map(task: Task, shapes: Any, key: jax.Array, columns: Columns, settings: Settings) -> Mapped:
     """The step as one program over the mesh."""
     mesh = mesh_of(shapes)
     rows = NamedSharding(mesh, P(AXIS))
-    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(columns, batch * mesh.size, rows)).compile()
+    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(columns, settings.batch * mesh.size, rows)).compile()
     return Mapped(lambda state, batch: compiled(state, jax.make_array_from_process_local_data(rows, batch)))
+
+
+def by_vmap(task: Task, shapes: Any, key: jax.Array, columns: Columns, settings: Settings) -> Mapped:
+    """The step of workers that share one device."""
+    own = jax.tree.map(lambda leaf: 0 if leaf.sharding.spec else None, shapes)  # the axis of the workers; None where they are equal
+    step = jax.vmap(one_step(task, key), axis_name=AXIS, in_axes=(own, 0), out_axes=(own, None))
+
+    def each(state: TrainState, change: Callable[[jax.Array], jax.Array]) -> TrainState:
+        return jax.tree.map(lambda leaf, like: change(leaf) if like.sharding.spec else leaf, state, shapes)
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        batches = {name: column.reshape(settings.workers, -1, *column.shape[1:]) for name, column in rows.items()}
+        state, measured = step(each(state, lambda leaf: leaf[:, None]), batches)  # a worker sees one row
+        return each(state, lambda leaf: leaf[:, 0]), measured
+
+    everywhere = NamedSharding(mesh_of(shapes), P())
+    return Mapped(run.lower(shapes, _batch_shapes(columns, settings.batch * settings.workers, everywhere)).compile())
 
 
 def train(
@@ -138,6 +176,7 @@ def train(
     *,
     own: Columns | None = None,
     map_step: Map = by_shard_map,
+    devices: int | None = None,
     watch: Watch = lambda what, slow: None,
 ) -> Result:
     """Trains once, from the newest save on if there is one, and evaluates. Where there are several processes, all call it.
@@ -150,35 +189,40 @@ def train(
       own: this process's shard of the training data. It may have another length than that of other processes, since the number of steps
         does not depend on it: a shorter one just begins its next epoch earlier. Default: all of the task's.
       map_step: by what the workers run the step.
+      devices: that they run it on. Default: one each. With `by_vmap` 1.
       watch: is told of everything that waits for other processes.
 
     Raises:
       ValueError: for settings that can't work together.
     """
-    task = load_task(settings.task)
+    task, method = load_task(settings.task), METHODS[settings.method]
+    if method.gossips:
+        task = _with_rows(task, settings.workers)
     columns = task.train if own is None else own
     steps = settings.steps or task.steps
     peak = settings.learning_rate or task.learning_rates[settings.optimizer]
     asked = asdict(settings) | {
         "steps": steps,
         "learning_rate": peak,
-        "density": settings.density if METHODS[settings.method].thins else 1.0,
+        "density": settings.density if method.thins else 1.0,
     }
     log = saves.newest(asked) if saves else Log(asked, 0, {}, 0.0)
 
-    mesh = make_mesh(settings.workers)
-    here = len(mesh.local_devices)  # workers of this process
+    mesh = make_mesh(devices or settings.workers)
+    here = len(mesh.local_devices) * settings.workers // mesh.size  # workers of this process
     check_share(settings, count(columns), here)
     key, key_init = jax.random.split(jax.random.key(settings.seed))
 
     create = partial(_create, task, make_optimizer(settings, steps, peak))
     shapes = lay_out(jax.eval_shape(create, key_init), mesh)
     if saves and log.step:
+        if method.gossips and log.settings["workers"] != settings.workers:
+            raise ValueError(f"{settings.method} goes on only with as many workers as saved their parameters: {log.settings['workers']}")
         before = make_optimizer(replace(settings, workers=log.settings["workers"]), steps, peak)
         state = _restore(saves, log, jax.eval_shape(partial(_create, task, before), key_init), shapes, settings.workers)
     else:
         state = jax.jit(create, out_shardings=_shardings(shapes))(key_init)
-    mapped = map_step(task, shapes, key, columns, settings.batch)
+    mapped = map_step(task, shapes, key, columns, settings)
     state = mapped.enter(state)
 
     history, pending = log.history, list[dict[str, jax.Array]]()
@@ -202,6 +246,8 @@ def train(
 
     watch("the evaluation", True)
     params = mapped.leave(state).params
+    if method.gossips:
+        params = jax.jit(average_params, out_shardings=NamedSharding(mesh, P()))(params)
     scores = evaluate(task, params, mesh, settings.batch * settings.workers)
     return Result(
         **asked,
@@ -213,6 +259,9 @@ def train(
         seconds_per_step=seconds / steps,
         history=history,
     )
+
+
+train_simulated = partial(train, map_step=by_vmap, devices=1)  # the same with all workers on one device
 
 
 def check_share(settings: Settings, samples: int, workers: int) -> None:
@@ -247,17 +296,26 @@ def make_mesh(workers: int) -> Mesh:
 
 
 def make_optimizer(settings: Settings, steps: int, peak: float) -> optax.GradientTransformation:
-    """The method's exchange, then the optimizer; the learning rate warms up for a tenth of the steps and falls as a cosine."""
+    """The method's exchange and the optimizer, of which gossip mixes the result. The learning rate warms up, and falls as a cosine."""
     schedule = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps)
-    return optax.chain(
-        METHODS[settings.method].make(settings.density, AXIS, num_workers=settings.workers),
-        OPTIMIZERS[settings.optimizer](schedule, settings.momentum),
-    )
+    method = METHODS[settings.method]
+    exchange = method.make(settings.density, AXIS, num_workers=settings.workers)
+    optimizer = OPTIMIZERS[settings.optimizer](schedule, settings.momentum)
+    return optax.chain(optimizer, exchange) if method.gossips else optax.chain(exchange, optimizer)
 
 
 def _create(task: Task, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step, of all workers."""
     return TrainState.create(apply_fn=task.score, params=task.init(key), tx=tx)
+
+
+def _with_rows(task: Task, workers: int) -> Task:
+    """The task with a row of parameters for each worker, which sees one row."""
+
+    def loss(params: Params, batch: Batch, key: jax.Array) -> Any:
+        return task.loss(jax.tree.map(lambda row: row[0], params), batch, key)
+
+    return task._replace(init=lambda key: replicate_params(task.init(key), workers), loss=loss)
 
 
 def lay_out(shapes: Any, mesh: Mesh) -> Any:
@@ -305,7 +363,10 @@ def one_step(task: Task, key: jax.Array) -> Callable[[TrainState, Batch], tuple[
         mine = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
         (loss, means), grads = local_value_and_grad(task.loss, AXIS, has_aux=True)(state.params, batch, mine)
         state = state.apply_gradients(grads=grads)
-        return state, lax.pmean({"loss": loss, **means}, AXIS) | metrics(state.opt_state)
+        own, told = {"loss": loss, **means}, metrics(state.opt_state)
+        if "consensus_distance" in told:  # of which each worker has an estimate
+            own["consensus_distance"] = told.pop("consensus_distance")
+        return state, lax.pmean(own, AXIS) | told
 
     return step
 
@@ -386,15 +447,17 @@ def asked_for(arguments: dict[str, Any]) -> tuple[Settings, Output]:
 def main() -> None:
     parser = Parser(description="Train one task with one method and report what was sent and what came of it.", allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=Settings.workers, help="data-parallel workers, each on a device of its own")
+    parser.add_argument("--simulate", action="store_true", help="all workers on one device instead")
     add_flags(parser)
     arguments = vars(parser.parse_args())
+    one_device = arguments.pop("simulate")
     console = Console()
     with parser.complaining():
         settings, output = asked_for(arguments)
-        provide_devices(settings.workers)
+        provide_devices(1 if one_device else settings.workers)
         saves = output.saves(console.print)
         with progress(console) as show:
-            result = train(settings, show, saves)
+            result = (train_simulated if one_device else train)(settings, show, saves)
         console.print(table(result))
         output.write(result)
 

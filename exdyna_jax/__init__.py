@@ -1,9 +1,14 @@
 """Gradient sparsification for JAX: ExDyna and its rivals as optax transformations."""
 
 from exdyna_jax._clt_k import clt_k as clt_k
+from exdyna_jax._consensus import average_params as average_params
+from exdyna_jax._consensus import consensus_distance as consensus_distance
+from exdyna_jax._consensus import replicate_params as replicate_params
 from exdyna_jax._deft import deft as deft
 from exdyna_jax._dense import dense as dense
 from exdyna_jax._exdyna import exdyna as exdyna
+from exdyna_jax._gossip import crossover as crossover
+from exdyna_jax._gossip import sgp as sgp
 from exdyna_jax._gradients import local_value_and_grad as local_value_and_grad
 from exdyna_jax._gtop_k import gtop_k as gtop_k
 from exdyna_jax._hard_threshold import hard_threshold as hard_threshold

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from exdyna_jax._collectives import Workers, bound_size, path_name, replicated_paths, spread_paths, unmanaged_axes
 from exdyna_jax._layout import takes_part
@@ -67,7 +68,7 @@ def _is_number(x: Any) -> bool:
 
 def check_workers(num_workers: Any) -> None:
     if not _is_int(num_workers) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} is not a positive int: give the number of workers that go on.")
+        raise ValueError(f"num_workers={num_workers!r} is not a positive int: give the number of workers.")
 
 
 def check_blocks(num_blocks: Any) -> None:
@@ -212,6 +213,104 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any) -> None:
         raise ValueError(
             f"The residual of leaf {name} has {e.shape[0]} rows on this worker instead of one: pass "
             "exdyna_jax.state_specs(state, axis_name) as in_specs and out_specs of the state."
+        )
+
+
+def check_gossip(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
+    """Options that both kinds of gossip share, at construction."""
+    n, groups = options.num_workers, options.groups
+    if n is not None and (not _is_int(n) or n < 1):
+        raise ValueError(f"num_workers={n!r} is not a positive int: give the number of workers along the axis, or leave it out.")
+    if not axes and n not in (None, 1):
+        raise ValueError(f"num_workers={n} with axis_name=None, which means a single worker: name the mesh axis of the workers.")
+    if set(axes) & set(fast):
+        raise ValueError(
+            f"group_axis={fast} and axis_name={axes} share an axis: groups gossip along axis_name, and are averaged along group_axis. "
+            "For groups of neighbours along one axis give groups=."
+        )
+    if groups is not None and (not _is_int(groups) or groups < 1):
+        raise ValueError(f"groups={groups!r} is not a positive int: give the number of groups along the axis, or leave it out.")
+    if groups is not None and fast:
+        raise ValueError(f"groups={groups} and group_axis={fast} both say what a group is: leave one out.")
+    if not _is_int(options.every_k) or options.every_k < 1:
+        raise ValueError(f"every_k={options.every_k!r} is not a positive int: mix every so many steps, 1 is every step.")
+
+
+def check_seed(seed: Any) -> None:
+    if not _is_int(seed) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} is not an int in [0, 2**32).")
+
+
+def check_keep(keep: Any) -> tuple[float, ...]:
+    """What each worker keeps; one number for all of them, or n."""
+    shares = tuple(keep) if isinstance(keep, (tuple, list, np.ndarray)) else (keep,)
+    if not shares or not all(isinstance(x, (int, float, np.floating)) and 0 < x < 1 for x in shares):
+        raise ValueError(f"keep={keep!r} is not a share in (0, 1), nor a sequence of one for each worker. Try 0.5.")
+    return tuple(map(float, shares))
+
+
+def check_groups(groups: int | None, keep: tuple[float, ...] | None, n: int) -> None:
+    if groups is not None and groups > n:
+        raise ValueError(f"groups={groups}, but there are {n} workers along the axis: give at most {n}.")
+    if groups is not None and n % groups:
+        raise ValueError(f"groups={groups} doesn't divide the {n} workers along the axis into groups of equal size.")
+    if keep is not None and len(keep) > 1 and len(keep) != (groups or n):
+        raise ValueError(
+            f"keep has {len(keep)} shares, but there are {groups or n} {'groups' if groups else 'workers'}: give one for each."
+        )
+
+
+def check_has_rows(params: Any, n: int) -> None:
+    """Parameters of all workers of gossip."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if takes_part(leaf) and leaf.shape[:1] != (n,):
+            raise ValueError(
+                f"Parameter {path_name(path)} has shape {leaf.shape}, without a row for each of {n} workers: outside of the axis, init "
+                "takes what exdyna_jax.replicate_params(params, num_workers) returns."
+            )
+
+
+def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
+    """What is mixed, at trace time; `own` is what the state holds of this worker alone."""
+    if params is None:
+        raise ValueError("Gossip mixes parameters: call update(updates, state, params) with the parameters that the updates are for.")
+    if bound_size(fast) is None:
+        raise ValueError(f"group_axis={fast} is not bound here: call update inside shard_map over it too, or leave it out.")
+    unmanaged = unmanaged_axes(workers.axes)
+    if unmanaged:
+        raise ValueError(
+            f"shard_map is manual over {workers.axes} here, but not over {unmanaged}: what is sharded there would be gathered before it is "
+            "sent. Name these axes in axis_names too (or leave axis_names out)."
+        )
+    if num_workers is not None and num_workers != workers.size:
+        raise ValueError(_contradicts(workers.axes, workers.size, num_workers))
+    check_params(params)
+    given: Any = jax.tree.structure(updates)
+    wanted: Any = jax.tree.structure(params)
+    if given != wanted:
+        raise ValueError(f"The updates are {given}, but the parameters {wanted}.")
+    for (path, p), u in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(updates), strict=True):
+        if takes_part(p) and (u.shape != p.shape or not jnp.issubdtype(u.dtype, jnp.floating)):
+            raise ValueError(f"The update of {path_name(path)} is {u.dtype}{u.shape}, the parameter {p.dtype}{p.shape}.")
+    rows = {x.shape for x in jax.tree.leaves(own)}
+    if rows != {(1,)}:
+        raise ValueError(
+            f"What the state holds of this worker has shape {rows.pop()} instead of (1,). Either it is that of all workers: "
+            "pass exdyna_jax.state_specs(state, axis_name) as in_specs of the state; or it was made for another number: call init anew."
+        )
+    floating = jax.tree.map(lambda p: p if takes_part(p) else None, params)
+    equal = replicated_paths(floating, workers.axes) or replicated_paths(own, workers.axes)
+    if equal:
+        raise ValueError(
+            f"The parameters or the state at {equal[0]!r} are typed as equal on all workers along {workers.axes}, but each has its own: "
+            "give them a row for each with exdyna_jax.replicate_params, and pass exdyna_jax.state_specs((params, state), axis_name) as "
+            "in_specs and out_specs."
+        )
+    averaged = replicated_paths(jax.tree.map(lambda p, u: u if takes_part(p) else None, params, updates), fast)
+    if averaged:
+        raise ValueError(
+            f"The updates at {averaged[0]!r} are equal along group_axis={fast} already, averaged or (by JAX, inside shard_map) summed. If "
+            f"averaged, leave group_axis out; else take the gradients with exdyna_jax.local_value_and_grad(loss, {workers.axes + fast})."
         )
 
 

@@ -4,6 +4,7 @@ Inside `jax.shard_map(check_vma=True)` a value carries the set of axes along whi
 `vmap(axis_name=)`) nothing is tracked and every cast below is the identity.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,17 @@ def alike(x: jax.Array, *others: jax.Array) -> jax.Array:
     """`x` typed as different along every axis along which one of the others is, as the branches of a `cond` and loop carries must be."""
     missing = tuple(sorted(frozenset().union(*map(_varying, others)) - _varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def kind(x: jax.Array) -> tuple[Any, frozenset[str]]:
+    """What arrays must have in common to be joined without a change of type: their dtype, and the axes along which they vary."""
+    return x.dtype, _varying(x)
+
+
+def over_shards(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A sum that the types say is over a worker's shard only, along axes other than the workers', over all of its shards."""
+    others = tuple(sorted(_varying(x) - set(axes)))
+    return lax.psum(x, others) if others else x
 
 
 def unmanaged_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -149,6 +161,66 @@ def swap(x: jax.Array, partners: list[int], axis: str) -> jax.Array:
     other permutation.
     """
     return lax.ppermute(to_varying(x, (axis,)), axis, list(enumerate(partners)))
+
+
+def permute(x: jax.Array, destinations: Sequence[int], workers: Workers) -> jax.Array:
+    """`x` of the worker that sends to this one; worker r sends to `destinations[r]`, and all are named, each once.
+
+    Three workers holding 1, 2, 3 end up with 3, 1, 2 for the destinations `[1, 2, 0]`. Along several axes not under `vmap`:
+    `check_permutes`.
+    """
+    axes = _occupied(workers)
+    along = axes[0] if len(axes) == 1 else axes
+    return lax.ppermute(to_varying(x, workers.axes), along, [(source, int(to)) for source, to in enumerate(destinations)])
+
+
+def check_permutes(x: jax.Array, workers: Workers) -> None:
+    """Raises a ValueError where workers along several axes can't send to each other, by sending nothing: part of a flat array like `x`."""
+    axes = _occupied(workers)
+    if len(axes) < 2 or _tracked(axes):
+        return
+    try:
+        permute(x[:0], range(workers.size), workers)
+    except AssertionError as error:
+        raise ValueError(
+            f"vmap sends along one axis only, not along {axes}: simulate all workers along one axis of size {workers.size}, "
+            "or use shard_map."
+        ) from error
+
+
+def _occupied(workers: Workers) -> tuple[str, ...]:
+    return tuple(axis for axis in workers.axes if lax.axis_size(axis) > 1)
+
+
+def behind(x: jax.Array, received: jax.Array | None) -> jax.Array:
+    """`x`, to be sent only when `received` has come.
+
+    Messages that don't depend on each other may be sent in a different order on each device of a CPU, and wait for each other for ever.
+    So a zero is added that depends on what came, and that the compiler can't know to be one.
+    """
+    if received is None or _varying(received) - _varying(x):
+        return x
+    bits = lax.bitcast_convert_type(received.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return x + jnp.minimum(jnp.abs(bits >> 31), 0).astype(x.dtype)
+
+
+def ring_mean(x: jax.Array, members: int, workers: Workers) -> jax.Array:
+    """Mean of a flat array over groups of `members` neighbouring workers, the same to the bit on all of a group.
+
+    Each of `members` chunks goes around the ring once to be summed, and once more to be told: `vmap` and `shard_map(check_vma=True)` know
+    no reduction over a part of an axis.
+    """
+    chunks = jnp.pad(x, (0, -x.size % members)).reshape(members, -1)
+    place = workers.rank % members
+    onward = [r + 1 if (r + 1) % members else r + 1 - members for r in range(workers.size)]
+    part = chunks[place]
+    for step in range(1, members):
+        part = permute(part, onward, workers) + chunks[(place - step) % members]
+    means = jnp.zeros_like(chunks).at[(place + 1) % members].set(part / members)
+    for step in range(members - 1):
+        part = permute(part, onward, workers)
+        means = means.at[(place - step) % members].set(part / members)
+    return means.reshape(-1)[: x.size]
 
 
 def place_along(axis: str) -> tuple[int, jax.Array]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from exdyna_jax._checks import check_workers
 from exdyna_jax._collectives import AxisName, axis_tuple
+from exdyna_jax._gossip import GossipState
 from exdyna_jax._partition import Topology, repartition
 from exdyna_jax._sidco import SidcoControl, restage
 from exdyna_jax._sparsify import PER_WORKER, SparsifyState
@@ -21,10 +22,14 @@ def _name(entry: Any) -> Any:
 
 
 def state_specs(tree: Any, axis_name: AxisName) -> Any:
-    """Partition specs for a tree that holds sparsifier states, for `in_specs`, `out_specs` and shardings.
+    """Partition specs for a tree that holds sparsifier or gossip states, for `in_specs`, `out_specs` and shardings.
 
     Residuals and velocities differ between workers and get `PartitionSpec(axes)` on their leading axis; everything else is equal on all
     workers and gets `PartitionSpec()`.
+
+    In gossip the parameters differ, and with them all that the optimizer keeps like them. In a tree with a gossip state for n workers every
+    array with n rows therefore gets `PartitionSpec(axes)`: hand in `(params, opt_state)` together, with parameters from
+    `replicate_params`. An array that has n rows for another reason needs a spec of your own.
 
     Args:
       tree: an optax state, a flax TrainState, the State that `nnx.split` returns, or any pytree around one; arrays or shapes.
@@ -51,26 +56,40 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
             fields.setdefault(path[:depth], set()).add(name)
     ours = {parent for parent, children in fields.items() if {"exchanges", "mini_step", "residual"} <= children}
 
-    def spec(path: tuple[Any, ...]) -> PartitionSpec:
-        mine = any(path[:depth] in ours and name in PER_WORKER for depth, name in enumerate(path))
+    gossips = {parent for parent, children in fields.items() if {"steps", "squared_distance", "bytes_dense"} <= children}
+    shapes = [getattr(leaf, "shape", ()) for _, leaf in leaves]
+    rows = {
+        shape[:1]
+        for path, shape in zip(names, shapes, strict=True)
+        for parent in gossips
+        if path[: len(parent) + 1] == (*parent, "squared_distance")
+    }
+
+    def spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        inside = [name in PER_WORKER for depth, name in enumerate(path) if path[:depth] in ours]
+        mine = any(inside) or (not inside and shape[:1] in rows)
         return PartitionSpec(axes) if mine and axes else PartitionSpec()
 
-    return jax.tree.unflatten(treedef, [spec(path) for path in names])
+    return jax.tree.unflatten(treedef, list(map(spec, names, shapes)))
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """What the last step did, as replicated scalars and small vectors: a look-up, without any computation.
 
     Args:
-      opt_state: an optax state, or any tree around one, that holds exactly one sparsifier state.
+      opt_state: an optax state, or any tree around one, that holds exactly one sparsifier or gossip state.
 
     Returns:
       A dict with `selected`, `density`, `sent`, `selected_per_worker` [n], `threshold`, `blocks` [n], `imbalance`, `overflow`, `skipped`,
       `skipped_in_a_row`, `gradients_identical`, `bytes_sent`, `bytes_dense`; without what a method doesn't have. `Metrics` says what each
       is. On a state stacked by `pmap` or `vmap` they keep the leading axis.
 
+      For gossip `consensus_distance`, `bytes_sent` and `bytes_dense`. The first estimates how far workers were from their mean before the
+      last mixing, as `exdyna_jax.consensus_distance` measures it, from what each received: the root of the mean over the workers of an
+      estimate that is unbiased in squares where peers are drawn from all. Inside the axis it is the worker's own.
+
     Raises:
-      ValueError: for none or several sparsifier states.
+      ValueError: for none or several states.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,13 +100,20 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> print(exdyna_jax.metrics(state)["selected"])
       2
     """
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_ours) if _is_ours(node)]
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_reporting) if _is_reporting(node)]
     if len(found) != 1:
         raise ValueError(
-            f"The optimizer state holds {len(found)} sparsifier states instead of one: hand in the part that holds the one meant."
+            f"The optimizer state holds {len(found)} sparsifier or gossip states instead of one: hand in the part that holds the one meant."
         )
-    report = jax.tree.map(jnp.asarray, found[0].metrics)  # flax.nnx wraps the leaves of a state
-    return {name: value for name, value in report._asdict().items() if value is not None}
+    state = jax.tree.map(jnp.asarray, found[0])  # flax.nnx wraps the leaves of a state
+    if isinstance(state, GossipState):
+        distance = jnp.sqrt(jnp.mean(state.squared_distance, axis=-1))
+        return {"consensus_distance": distance, "bytes_sent": state.bytes_sent, "bytes_dense": state.bytes_dense}
+    return {name: value for name, value in state.metrics._asdict().items() if value is not None}
+
+
+def _is_reporting(node: Any) -> bool:
+    return isinstance(node, (SparsifyState, GossipState))
 
 
 def _is_ours(node: Any) -> bool:
@@ -126,6 +152,11 @@ def reshard(opt_state: Any, num_workers: int) -> Any:
       (8, 100)
     """
     check_workers(num_workers)
+    if any(isinstance(node, GossipState) for node in jax.tree.leaves(opt_state, is_leaf=_is_reporting)):
+        raise ValueError(
+            "Gossip has no residual to hand on, but parameters on each worker: average them with exdyna_jax.average_params, give them to "
+            "the new workers with exdyna_jax.replicate_params, and call init anew."
+        )
     if not any(_is_ours(node) for node in jax.tree.leaves(opt_state, is_leaf=_is_ours)):
         raise ValueError("There is no sparsifier state in this tree: hand in the optimizer state, or what holds it.")
     return jax.tree.map(lambda node: _reshard(node, num_workers) if _is_ours(node) else node, opt_state, is_leaf=_is_ours)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 SUMMARY = {
     "method", "seeds", "accuracy", "accuracy_spread", "loss", "density", "density_error", "build_up", "imbalance", "bytes_per_step",
-    "overflow", "step_ms", "selection_ms", "diverged",
+    "overflow", "consensus_distance", "step_ms", "selection_ms", "diverged",
 }  # fmt: skip
 POINT = {
     "method", "workers", "build_up_first", "build_up", "density", "density_error", "imbalance", "overflow", "selected", "read", "bytes",

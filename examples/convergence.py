@@ -119,8 +119,8 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.density:g}",
             "diverged" if row.diverged else ", ".join([measures[0] + half, *measures[1:]]),
             f"{row.loss:.4g}",
-            "" if row.method == METHODS[0] else f"{row.gap:+.2f} {unit}",
-            f"{row.megabytes:,.1f}",
+            "" if row.method == METHODS[0] or row.diverged else f"{row.gap:+.2f} {unit}",
+            f"{row.megabytes:,.2f}",
             f"{row.saving:.1f}",
         )
         last = i + 1 == len(rows) or rows[i + 1].task != row.task

@@ -56,9 +56,9 @@ def test_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["text", "exdyna", 0.01]["gap"] == pytest.approx(1)
     assert rows["text", "micro", 0.01]["gap"] == pytest.approx(-5)
     assert rows["text", "deft", 0.01]["diverged"] == [f"seed {seed}: loss not finite from step 3" for seed in range(3)]
-    assert re.search(r"│ digits +│ micro +│ +0\.01 │ accuracy 88\.10% ± 0\.10% │ +2\.1 │ +-2\.00 points │ +0\.1 │ +100\.0 │", said)
+    assert re.search(r"│ digits +│ micro +│ +0\.01 │ +accuracy 88\.10% ± 0\.10% │ +2\.1 │ +-2\.00 points │ +0\.06 │ +100\.0 │", said)
     assert re.search(r"│ text +│ dense +│ +1 │ perplexity 7\.39 ± 0\.00, accuracy 90\.10% │ +2 │ +│", said)
-    assert re.search(r"│ text +│ deft +│ +0\.001 │ +diverged │", said)
+    assert re.search(r"│ text +│ deft +│ +0\.001 │ +diverged │ +nan │ +│", said)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 

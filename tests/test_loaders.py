@@ -168,7 +168,7 @@ BAD_CIFAR: list[tuple[bytes | None, str]] = [
     (batch(data=IMAGES[:0], labels=[]), "data_batch_2 has 0 images and 0 labels"),
     (batch(data=IMAGES[:, :1024]), "data_batch_2 has no 'data' of 3072 bytes for each image"),
     (batch(data=IMAGES.astype(np.float32)), "data_batch_2 has an array that is not one of bytes"),
-    (batch().replace(b"M\x00\x0c", b"M\x00\x0b"), "data_batch_2 has an array .* whose shape does not fit its length"),
+    (batch().replace(b"M\x00\x0c", b"M\x00\x0b"), r"data_batch_2 has an array .* whose shape does not fit its length"),
 ]
 
 

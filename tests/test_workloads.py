@@ -14,7 +14,6 @@ import pytest
 import exdyna_jax
 import train
 from presets import LANGUAGE, RECOMMENDATION, VISION
-from report import Result
 from workloads import TASKS, Task, check_choice, cifar, count, language, load_task, ranking, recommend, text
 from workloads.lstm import LSTM
 from workloads.neumf import NeuMF
@@ -32,31 +31,33 @@ IMAGES = {"image": np.zeros((2, 32, 32, 3), np.uint8), "label": np.zeros(2, np.i
 
 
 @pytest.mark.parametrize(
-    ("model", "classes", "parameters", "statistics"),
+    ("model", "parameters", "statistics"),
     [
         # as the authors' code counts them, less the biases of convolutions that BatchNorm follows, where it has some
-        ("resnet18", 10, 11_173_962, 9_600),
-        ("resnet18", 100, 11_220_132, 9_600),
-        ("senet18", 10, 11_260_354, 7_808),
-        ("googlenet", 10, 6_166_250 - 7_280, 14_560),
-        ("googlenet", 100, 6_258_500 - 7_280, 14_560),
-        ("vgg16", 10, 14_728_266 - 4_224, 8_448),
-        ("vgg19", 10, 20_040_522 - 5_504, 11_008),
+        ("resnet18", 11_173_962, 9_600),
+        ("senet18", 11_260_354, 6_912),
+        ("googlenet", 6_166_250 - 7_904, 15_808),
+        ("vgg16", 14_728_266 - 4_224, 8_448),
+        ("vgg19", 20_040_522 - 5_504, 11_008),
     ],
 )
-def test_networks_for_images(model: str, classes: int, parameters: int, statistics: int) -> None:
-    """Of the published size, and every parameter has a gradient in training. Nothing is computed."""
-    task = cifar.image_task(IMAGES, IMAGES, cifar.MODELS[model](classes))
+def test_networks_for_images(model: str, parameters: int, statistics: int) -> None:
+    """Of the published size, and fit to be trained and judged. Nothing is computed."""
+    task = cifar.image_task(IMAGES, IMAGES, cifar.MODELS[model](10))
     params, stats = jax.eval_shape(task.init, KEY)
     assert (size(params), size(stats)) == (parameters, statistics)
-    gradient, (after, means) = jax.eval_shape(jax.grad(task.loss, has_aux=True), params, stats, IMAGES, KEY)
-    assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, params)
+    loss, (after, means) = jax.eval_shape(task.loss, params, stats, IMAGES, KEY)
+    assert (loss.shape, set(means)) == ((), {"accuracy"})
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, stats)
-    assert set(means) == {"accuracy"}
     assert {name: score.shape for name, score in jax.eval_shape(task.score, params, stats, IMAGES).items()} == {
         "loss": (2,),
         "accuracy": (2,),
     }
+
+
+def test_a_hundred_classes() -> None:
+    task = cifar.image_task(IMAGES, IMAGES, cifar.MODELS["resnet18"](100))
+    assert size(jax.eval_shape(task.init, KEY)[0]) == 11_220_132
 
 
 def test_networks_for_language_and_recommendation() -> None:
@@ -76,8 +77,8 @@ def test_networks_for_language_and_recommendation() -> None:
 )
 def test_a_language_model_sees_only_what_comes_before(network: nn.Module) -> None:
     tokens = jnp.arange(6)[None]
-    variables = network.init(jax.random.key(0), tokens, train=False)
-    before, after = (network.apply(variables, x, train=False) for x in (tokens, tokens.at[0, 4].set(19)))
+    logits = jax.jit(lambda key, x: network.apply(network.init(key, tokens, train=False), x, train=False))
+    before, after = (logits(jax.random.key(0), x) for x in (tokens, tokens.at[0, 4].set(19)))
     np.testing.assert_allclose(before[0, :4], after[0, :4], rtol=0, atol=1e-6)
     assert not np.allclose(before[0, 4:], after[0, 4:], atol=1e-4)
 
@@ -94,15 +95,15 @@ def test_perplexity() -> None:
 
 
 def test_text_at_hand() -> None:
-    """Plain English, no paragraph twice, and nothing that is held out was trained on."""
+    """Plain English, no paragraph twice, and little that is held out was trained on."""
     content = text.read().tobytes().decode()
     assert len(content) > 300_000
     paragraphs = content.split("\n\n")
     assert len(set(paragraphs)) > 0.99 * len(paragraphs)
     task = load_task("text")
-    samples, held_out = ({row.tobytes() for row in columns["tokens"]} for columns in (task.train, task.test))
     assert 0.08 < count(task.test) / (count(task.test) + count(task.train)) < 0.12
-    assert len(samples & held_out) < 0.01 * len(held_out)
+    trained_on = task.train["tokens"][:, :-1].tobytes()
+    assert np.mean([row.tobytes() in trained_on for row in task.test["tokens"]]) < 0.1  # with all paragraphs it would be a third
 
 
 def test_feedback_at_hand() -> None:
@@ -138,8 +139,8 @@ def test_rank(ahead: int, hit: int, gain: float) -> None:
     scores = task.score({"scale": jnp.float32(1)}, {}, batch)
     assert (float(scores["accuracy"][0]), float(scores["ndcg"][0])) == (hit, pytest.approx(gain))
     assert task.measures({"accuracy": 0.5, "ndcg": 0.25}) == {"HR@10": 0.5, "NDCG@10": 0.25}
-    indifferent = task.score({"scale": jnp.float32(0)}, {}, batch)
-    assert float(indifferent["accuracy"][0]) == 0
+    indifferent, broken = (task.score({"scale": jnp.float32(scale)}, {}, batch) for scale in (0, jnp.nan))
+    assert float(indifferent["accuracy"][0]) == float(broken["accuracy"][0]) == 0
     assert float(indifferent["loss"][0]) == pytest.approx(math.log(2))
 
 
@@ -161,7 +162,7 @@ def small_task() -> Task:
 def test_batch_norm_is_averaged_over_the_workers() -> None:
     """After a step the running averages are the mean of what each worker would have alone; a NaN leaves them finite."""
     task = small_task()
-    settings = train.Settings(workers=2, batch=4, density=1.0)
+    settings = train.Settings(method="dense", workers=2, batch=4)
     mesh, key = train.make_mesh(2), jax.random.key(1)
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules ask for it
         create = partial(train._create, task, train.make_optimizer(settings, train.course_of(replace(settings, steps=5), task)))
@@ -198,36 +199,23 @@ def test_evaluation_uses_the_running_averages() -> None:
 
 
 RUNS = {
-    "text": ({"model": "transformer", "density": 0.05}, ["perplexity", "accuracy"]),
-    "recommend": ({"density": 0.05}, ["HR@10", "NDCG@10"]),
+    "text": ({"density": 0.05}, ["perplexity", "accuracy"]),
+    "recommend": ({"method": "dense"}, ["HR@10", "NDCG@10"]),
 }
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[str, Result]:
-    with jax.numpy_dtype_promotion("standard"):
-        return {task: train.train(train.Settings(task=task, workers=2, batch=4, steps=6, **given)) for task, (given, _) in RUNS.items()}
-
-
 @pytest.mark.parametrize("task", RUNS)
-def test_a_run(task: str, runs: dict[str, Result]) -> None:
-    result = runs[task]
-    assert list(result.quality) == RUNS[task][1]
-    assert (result.model, len(result.history["loss"])) == (RUNS[task][0].get("model"), 6)
-    assert 0 < result.bytes_sent < result.bytes_dense / 4
-    first = next(iter(result.quality.values()))
-    assert first == pytest.approx(math.exp(result.loss) if task == "text" else result.accuracy)
-
-
-def test_a_run_of_the_lstm_by_pmap_and_shard_map() -> None:
-    """One step of a task whose network has a loop: the types of what goes round in it must fit in both."""
-    import multihost
-
-    settings = train.Settings(task="text", workers=2, batch=2, steps=1)
+def test_a_run(task: str) -> None:
+    """A few steps, in which the types of what goes round in the LSTM's loop must fit."""
+    given, measures = RUNS[task]
     with jax.numpy_dtype_promotion("standard"):
-        a, b = (train.train(settings, map_step=by) for by in (train.by_shard_map, multihost.by_pmap))
-    assert a.history["loss"] == pytest.approx(b.history["loss"], rel=1e-5)
-    assert abs(a.loss - math.log(256)) < 0.5
+        result = train.train(train.Settings(task=task, workers=2, batch=2, steps=3, **given))
+    assert list(result.quality) == measures
+    assert len(result.history["loss"]) == 3
+    assert result.quality[measures[0]] == pytest.approx(math.exp(result.loss) if task == "text" else result.accuracy)
+    if task == "text":
+        assert abs(result.loss - math.log(256)) < 0.5
+        assert 0 < result.bytes_sent < result.bytes_dense / 4
 
 
 CHOICES: list[tuple[tuple[str, str | None, str | None], str]] = [

@@ -79,7 +79,7 @@ def _check_memory(content: bytes) -> None:
 def _array(kept: _Array) -> np.ndarray:
     match kept.set:
         case (int(), tuple() as shape, _Dtype(made=(b"u1" | "u1", *_)), bool() | 0 | 1 as columns_first, bytes() as content):
-            sizes = [size for size in shape if isinstance(size, int) and 0 <= size <= len(content)]
+            sizes = [size for size in shape if isinstance(size, int) and size >= 0]
             if len(sizes) == len(shape) and math.prod(sizes) == len(content):
                 return np.frombuffer(content, np.uint8).reshape(sizes, order="F" if columns_first else "C")
     raise ValueError("has an array that is not one of bytes, or whose shape does not fit its length")

@@ -98,9 +98,8 @@ def ranking_task(
         del statistics
         asked = jnp.broadcast_to(batch["user"][:, None], batch["items"].shape)
         logits = network.apply({"params": params}, asked, batch["items"], train=False)
-        ahead = (
-            (logits[:, 1:] >= logits[:, :1]).sum(axis=1).astype(jnp.float32)
-        )  # an equal one is ahead: who gives all the same finds nothing
+        behind = logits[:, 1:] < logits[:, :1]  # strictly: who finds all equal, or no number at all, finds nothing
+        ahead = (~behind).sum(axis=1).astype(jnp.float32)
         hit = ahead < _TOP
         losses = jnp.concatenate([jax.nn.softplus(-logits[:, :1]), _NEGATIVES / _OTHERS * jax.nn.softplus(logits[:, 1:])], axis=1)
         return {

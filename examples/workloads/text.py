@@ -1,8 +1,8 @@
 """English text that every Python has: the topics of its own documentation, `pydoc_data.topics`, byte by byte.
 
 Topics quote each other at length, so a paragraph that comes again is left out: else a third of what is held out would have been trained on;
-so it is a twelfth, phrases and variants. The text differs between releases of Python (3.11: 374 kB of 465), and so do the figures; the models
-do not.
+so it is a twelfth, phrases and variants. The text differs between releases of Python (3.11: 374 kB of 465), and so do the figures. The
+models do not.
 """
 
 import re

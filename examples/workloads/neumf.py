@@ -12,6 +12,7 @@ class NeuMF(nn.Module):
     items: int
     factors: int = 64  # of the matrix factorisation
     layers: tuple[int, ...] = (256, 256, 128, 64)  # of the network: the first is what goes in, half of it of the user, half of the item
+    spread: float = 0.01  # standard deviation of the embeddings in the beginning; from so little plain SGD takes long to get away
     dropout: float = 0.0
 
     @nn.compact
@@ -19,7 +20,7 @@ class NeuMF(nn.Module):
         """int32 [...], of one shape -> logits float [...]."""
 
         def embed(count: int, width: int, of: jax.Array) -> jax.Array:
-            embedded: jax.Array = nn.Embed(count, width, embedding_init=nn.initializers.normal(0.01))(of)
+            embedded: jax.Array = nn.Embed(count, width, embedding_init=nn.initializers.normal(self.spread))(of)
             return embedded
 
         product = embed(self.users, self.factors, users) * embed(self.items, self.factors, items)

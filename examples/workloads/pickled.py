@@ -72,7 +72,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
 def _check_memory(content: bytes) -> None:
     """A pickle numbers what it will need again; with a number out of thin air it makes the unpickler ask for all the memory there is."""
     for count, (instruction, argument, _) in enumerate(pickletools.genops(content)):
-        if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > count:
+        if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
             raise pickle.UnpicklingError(f"it numbers {argument} things, and has {count}")
 
 

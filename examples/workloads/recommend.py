@@ -33,5 +33,5 @@ def load() -> Task:
     """The task, with a tenth of the pairs held out."""
     pairs, users, items = read()
     held_out = np.random.default_rng(_SPLIT).random(len(pairs)) < _TEST_SHARE
-    network = NeuMF(users, items, factors=16, layers=(64, 64, 32, 16))
-    return ranking_task(pairs[~held_out], pairs[held_out], users, items, network, 600, {"sgd": 3.0, "adamw": 0.003})
+    network = NeuMF(users, items, factors=16, layers=(32, 16), spread=0.1)
+    return ranking_task(pairs[~held_out], pairs[held_out], users, items, network, 800, {"sgd": 5.0, "adamw": 0.01})

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from report import History
 
 _KEPT = 2  # saves; an older one is deleted when a newer one is complete
-_FREE = {"workers"}  # settings that may differ from those of the save
+_FREE = {"workers", "data"}  # settings that may differ from those of the save
 
 
 class Log(NamedTuple):

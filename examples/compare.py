@@ -22,13 +22,13 @@ import side_by_side
 from alone import selection_ms
 from cli import Parser, output_file, picture_file
 from report import Result, progress, write_json
-from train import METHODS, OPTIMIZERS, Settings, provide_devices, train, train_simulated
-from workloads import TASKS, load_task
+from train import METHODS, OPTIMIZERS, Settings, add_task_flags, provide_devices, settings_of, train, train_simulated
+from workloads import load_task
 
 _SCALED = ("exdyna", "micro", "deft", "top_k", "gtop_k", "clt_k")  # a fixed or fitted threshold says little on synthetic gradients
 _DEFAULT = [name for name, method in METHODS.items() if not method.gossips]
-_RUN_ONLY = ("task", "workers", "seeds", "batch", "optimizer", "learning_rate", "simulate")
-_SCALE_ONLY = ("most", "size", "correlation", "model")
+_RUN_ONLY = ("task", "data", "model", "preset", "workers", "seeds", "batch", "optimizer", "learning_rate", "simulate")
+_SCALE_ONLY = ("most", "size", "correlation", "model_size")
 
 
 def _listed(text: str) -> list[str]:
@@ -75,7 +75,7 @@ def _time_alone(settings: Settings) -> float | None:
     method = METHODS[settings.method]
     if not method.thins or settings.density == 1:
         return None
-    params = jax.eval_shape(load_task(settings.task).init, jax.random.key(0))
+    params = jax.eval_shape(load_task(settings.task, settings.data, settings.model).init, jax.random.key(0))[0]
     return selection_ms(settings.method, method.make, settings.density, params, settings.workers)
 
 
@@ -94,12 +94,12 @@ def _bar(console: Console, total: int) -> Iterator[tuple[Callable[[str], None], 
 def main() -> None:
     parser = Parser(description="Compare methods: on one task, or, with --scale, on ever more simulated workers.", allow_abbrev=False)
     parser.add_argument("--methods", type=_methods, help=f"separated by commas, of {', '.join(METHODS)}; default: all but gossip")
-    parser.add_argument("--density", type=float, default=Settings.density, help="share of the gradient to send, in (0, 1]")
+    parser.add_argument("--density", type=float, help=f"share of the gradient to send, in (0, 1]; default: {Settings.density}")
     parser.add_argument("--steps", type=int, help=f"default: the task's own; {scale.Scale.steps} with --scale")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw them here")
     runs = parser.add_argument_group("training")
-    runs.add_argument("--task", choices=TASKS, help=f"default: {Settings.task}")
+    add_task_flags(runs)
     runs.add_argument("--seeds", type=_seeds, help="separated by commas; default: 0")
     runs.add_argument("--workers", type=int, help=f"each on a device of its own; default: {Settings.workers}")
     runs.add_argument("--batch", type=int, help=f"samples per worker and step; default: {Settings.batch}")
@@ -111,7 +111,9 @@ def main() -> None:
     simulated.add_argument("--most", type=int, help=f"workers; default: {scale.Scale.most}")
     simulated.add_argument("--size", type=int, help=f"elements of the gradient; default: {scale.Scale.size:,}")
     simulated.add_argument("--correlation", type=float, help="between workers, in [0, 1]; default: 0")
-    simulated.add_argument("--model", type=int, help=f"elements of the model whose traffic is counted; default: {scale.Scale.model:,}")
+    simulated.add_argument(
+        "--model-size", type=int, help=f"elements of the model whose traffic is told; default: {scale.Scale.model_size:,}"
+    )
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     json_file, plot_file, simulating = given.pop("json", None), given.pop("plot", None), given.pop("scale")
     console = Console()
@@ -120,9 +122,7 @@ def main() -> None:
     with parser.complaining():
         for name in _RUN_ONLY if simulating else _SCALE_ONLY:
             if name in given:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} does not go with --scale" if simulating else f"--{name} only goes with --scale"
-                )
+                raise ValueError(f"--{name.replace('_', '-')} {'does not go' if simulating else 'only goes'} with --scale")
         if simulating:
             asked = scale.Scale(tuple(given.pop("methods", _SCALED)), **given)
             with _bar(console, len(asked.methods) * len(asked.workers)) as (tell, advance):
@@ -138,7 +138,7 @@ def main() -> None:
         else:
             methods, seeds = given.pop("methods", _DEFAULT), given.pop("seeds", [0])
             one_device = given.pop("simulate", False)
-            settings = [Settings(method=method, **given) for method in methods]
+            settings = [settings_of({"method": method, **given}) for method in methods]
             for seed in seeds:
                 replace(settings[0], seed=seed)  # complains of a bad one before the first run
             provide_devices(1 if one_device else settings[0].workers)

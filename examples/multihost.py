@@ -95,6 +95,14 @@ def shard(columns: Columns, process: int, shares: list[float]) -> Columns:
     return {name: column[ends[process] : ends[process + 1]] for name, column in columns.items()}
 
 
+class Unreadable(ValueError):
+    """Data that a process can't read: only that one knows why."""
+
+    def __init__(self, process: int, wrong: ValueError | None) -> None:
+        super().__init__(f"process {process}: {wrong}")
+        self.process = process
+
+
 def work(job: Job, rank: int | None) -> None:
     """What one process does. Whatever goes wrong, it says so in a line, and ends without waiting for the others."""
     watchdog = Watchdog(job.patience, job.startup)
@@ -105,7 +113,7 @@ def work(job: Job, rank: int | None) -> None:
         except ValueError as error:  # settings are checked by all processes alike
             if watchdog.started:  # some of what gloo complains of, JAX raises as a ValueError
                 raise
-            if jax.process_index() == 0:
+            if jax.process_index() == (error.process if isinstance(error, Unreadable) else 0):
                 sys.stderr.write(f"multihost.py: {' '.join(str(error).split())}\n")
             status = 2
         else:
@@ -148,8 +156,13 @@ def _train(job: Job, watchdog: Watchdog) -> None:
     shares = job.shares or [1.0] * jax.process_count()
     if len(shares) != jax.process_count():
         raise ValueError(f"there are {len(shares)} shares for {jax.process_count()} processes")
-    own = shard(load_task(settings.task).train, jax.process_index(), shares)
-    _agree(job, settings, own)
+    own: Columns | None = None
+    wrong: ValueError | None = None
+    try:
+        own = shard(load_task(settings.task, settings.data, settings.model).train, jax.process_index(), shares)
+    except ValueError as error:  # the others would wait
+        wrong = error
+    _agree(job, settings, own, wrong)
     console, first = Console(), jax.process_index() == 0
     with progress(console) as show:
         saves = job.output.saves(console.print)
@@ -159,14 +172,17 @@ def _train(job: Job, watchdog: Watchdog) -> None:
         job.output.write(result)
 
 
-def _agree(job: Job, settings: Settings, own: Columns) -> None:
-    """All processes raise the same ValueError if one of them was started with other settings, or has too little data."""
-    asked = hashlib.sha256(repr((settings, job.output.checkpoint, job.output.save_every, job.by)).encode()).digest()
-    mine = np.array([int.from_bytes(asked[:4]), count(own), jax.local_device_count()], np.uint32)
+def _agree(job: Job, settings: Settings, own: Columns | None, wrong: ValueError | None) -> None:
+    """All processes raise a ValueError if one of them was started with other settings, can't read its data, or has too little of it."""
+    alike = replace(settings, data=settings.data and "each its own")
+    asked = hashlib.sha256(repr((alike, job.output.checkpoint, job.output.save_every, job.by)).encode()).digest()
+    mine = np.array([int.from_bytes(asked[:4]), 0 if own is None else count(own), jax.local_device_count()], np.uint32)
     everyone = multihost_utils.process_allgather(mine)
     for process, (other, samples, workers) in enumerate(everyone.reshape(-1, 3)):
         if other != everyone.reshape(-1, 3)[0, 0]:
             raise ValueError(f"process {process} was started with other settings than process 0")
+        if samples == 0:
+            raise Unreadable(process, wrong)
         try:
             check_share(settings, int(samples), int(workers))
         except ValueError as error:

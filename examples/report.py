@@ -35,8 +35,12 @@ class Result:
     optimizer: str
     learning_rate: float
     momentum: float
+    data: str | None
+    model: str | None
+    preset: str | None
     parameters: int
-    accuracy: float  # of the held-out samples, as is the loss
+    quality: dict[str, float]  # what the task is judged by, of the held-out samples, as are accuracy and loss
+    accuracy: float
     loss: float
     bytes_sent: float
     bytes_dense: float
@@ -78,11 +82,16 @@ def _lines(console: Console) -> Callable[[History, int], None]:
     return show
 
 
+def said(measure: str, value: float) -> str:
+    """A measure of quality as one writes it: all but a perplexity are shares."""
+    return f"{value:.2f}" if measure == "perplexity" else f"{value:.2%}"
+
+
 def table(result: Result) -> Table:
     """The figures of a run in brief."""
     history, sent, dense = result.history, result.bytes_sent, result.bytes_dense
     rows = {
-        "accuracy, held out": f"{result.accuracy:.2%}",
+        **{f"{name}, held out": said(name, value) for name, value in result.quality.items()},
         "sent by a worker": f"{sent / 1e6:,.2f} MB of {dense / 1e6:,.2f} MB dense, " + (f"1/{dense / sent:.1f}" if sent else "nothing"),
     }
     if "consensus_distance" in history:
@@ -117,8 +126,9 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 def plot(path: Path, result: Result) -> None:
     """Draws loss, density, threshold and imbalance over the steps; for the density, in gossip, the distance to the mean."""
     figure = Figure(figsize=(11, 7), layout="constrained")
+    quality = ", ".join(f"{name} {said(name, value)}" for name, value in result.quality.items())
     figure.suptitle(
-        f"{result.method} on {result.task}: {result.workers} workers, accuracy {result.accuracy:.1%}, "
+        f"{result.method} on {result.task}: {result.workers} workers, {quality}, "
         f"{result.bytes_sent / 1e6:,.1f} of {result.bytes_dense / 1e6:,.1f} MB sent"
     )
     loss, density, threshold, imbalance = figure.subplots(2, 2, sharex=True).flat

@@ -37,7 +37,7 @@ class Scale:
     most: int = 256  # workers: 2, 4, 8, ... up to this
     steps: int = 4
     seed: int = 0
-    model: int = 110_000_000  # elements of the model whose traffic is counted; it is not run
+    model_size: int = 110_000_000  # elements of the model whose traffic is counted; it is not run
 
     def __post_init__(self) -> None:
         gossip = [method for method in self.methods if METHODS[method].gossips]
@@ -45,7 +45,7 @@ class Scale:
             f"{', '.join(gossip)}: mixes parameters, and selects nothing from gradients": not gossip,
             f"density={self.density} is not in (0, 1]": 0 < self.density <= 1,
             f"size={self.size} is not in 1..2000000000": 1 <= self.size <= 2_000_000_000,
-            f"model={self.model} is not in 1..2000000000": 1 <= self.model <= 2_000_000_000,
+            f"model_size={self.model_size} is not in 1..2000000000": 1 <= self.model_size <= 2_000_000_000,
             f"correlation={self.correlation} is not in [0, 1]": 0 <= self.correlation <= 1,
             f"most={self.most} is less than 2 workers": self.most >= 2,
             f"steps={self.steps} is not a positive number": self.steps >= 1,
@@ -75,7 +75,7 @@ class Point:
     selected: float  # elements that a worker selected
     read: float  # elements that a worker looked at to select
     bytes: float  # received by a worker in a step, padding included; of the synthetic gradient
-    model_bytes: float  # the same for the model of `Scale.model` elements
+    model_bytes: float  # the same for the model of `Scale.model_size` elements
 
 
 def expected(density: float, n: int) -> float:
@@ -119,7 +119,7 @@ def _point(scale: Scale, method: str, n: int) -> Point:
         selected=float(np.mean([row["selected_per_worker"] for row in rows])),
         read={"partition": size / n, "nothing": 0.0}.get(_TAKEN.get(method, ""), float(size)),
         bytes=float(rows[-1]["bytes_sent"]),
-        model_bytes=bytes_per_step(make, scale.density, jax.ShapeDtypeStruct((scale.model,), jnp.float32), n),
+        model_bytes=bytes_per_step(make, scale.density, jax.ShapeDtypeStruct((scale.model_size,), jnp.float32), n),
     )
 
 
@@ -163,7 +163,7 @@ def table(scale: Scale, points: list[Point]) -> Table:
         "MB a step",
         title=f"{scale.size:,} elements, density {scale.density:g}, correlation {scale.correlation:g}, {scale.steps} steps",
         caption="Build-up: distinct indices sent / k. MB: received by a worker, padding included, "
-        f"for a model of {scale.model:,} elements (not run: buffers have fixed sizes).\n"
+        f"for a model of {scale.model_size:,} elements (not run: buffers have fixed sizes).\n"
         f"Independent workers that each select k build up to {formula}.",
     )
     for column in shown.columns[1:]:
@@ -183,7 +183,7 @@ def plot(path: Path, scale: Scale, points: list[Point]) -> None:
     _draw(build_up, points, "build_up_first", "build-up in the first step: distinct indices sent / k")
     formula = [expected(scale.density, n) for n in scale.workers]
     build_up.plot(scale.workers, formula, color="0.75", linewidth=6, zorder=0, label="independent top_k, formula")
-    _draw(traffic, points, "model_bytes", f"MB received by a worker in a step, {scale.model:,} elements", unit=1e6)
+    _draw(traffic, points, "model_bytes", f"MB received by a worker in a step, {scale.model_size:,} elements", unit=1e6)
     _draw(selected, points, "selected", "elements selected by a worker")
     _draw(read, points, "read", "elements that a worker reads to select")
     for panel in (selected, read):

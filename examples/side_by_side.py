@@ -190,7 +190,7 @@ def _draw(panel: Axes, title: str, everything: list[tuple[Compared, list[np.ndar
     without = []
     for each, rows in everything:
         style = look(each.method)
-        smooth = np.array([_running_mean(row) for row in rows])
+        smooth = np.array([running_mean(row) for row in rows])
         shown = np.where(np.isfinite(smooth) & (smooth > 0), smooth, np.nan)
         if not shown.size or np.all(np.isnan(shown)):
             without.append(each.method)
@@ -221,7 +221,8 @@ def _width(steps: int) -> int:
     return min(_SMOOTH, max(steps // 4, 1))
 
 
-def _running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def running_mean(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The means of so many neighbours, fewer of a short run, and as many fewer than the values."""
     width = _width(values.size)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.convolve(values, np.full(width, 1 / width), "valid") if values.size else values

@@ -7,7 +7,7 @@ The workers are accelerators where there are enough of them, otherwise virtual C
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,9 @@ from exdyna_jax import (
     state_specs,
     top_k,
 )
+from presets import PRESETS, Recipe, recipe_of
 from report import History, Result, plot, progress, table, write_json
-from workloads import TASKS, Batch, Columns, Params, Task, count, held_out_batches, load_task, training_batches
+from workloads import TASKS, Batch, Columns, Params, Statistics, Task, check_choice, count, held_out_batches, load_task, training_batches
 
 AXIS = "data"
 _FETCH_EVERY = 10  # steps between two looks at the metrics: looking at each step would stall the devices
@@ -95,7 +96,7 @@ OPTIMIZERS: dict[str, Callable[[optax.Schedule, float], optax.GradientTransforma
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, and how. Steps and learning rate are the task's own where they are None."""
+    """What to train, and how. Steps and learning rate are the task's own where they are None, or the preset's."""
 
     method: str = "exdyna"
     task: str = "digits"
@@ -107,12 +108,15 @@ class Settings:
     optimizer: str = "sgd"
     learning_rate: float | None = None
     momentum: float = 0.9
+    data: str | None = None  # directory, for a task that is read from files
+    model: str | None = None  # the task's first where it is None
+    preset: str | None = None  # brings its own optimizer and course of the learning rate
 
     def __post_init__(self) -> None:
         checks = {
             f"method={self.method!r} is not one of {', '.join(METHODS)}": self.method in METHODS,
             f"task={self.task!r} is not one of {', '.join(TASKS)}": self.task in TASKS,
-            f"optimizer={self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}": self.optimizer in OPTIMIZERS,
+            f"optimizer={self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}": self.optimizer in OPTIMIZERS or self.preset is not None,
             f"density={self.density} is not in (0, 1]": 0 < self.density <= 1,
             f"workers={self.workers} is not a positive number": self.workers >= 1,
             f"steps={self.steps} is not a positive number": self.steps is None or self.steps >= 1,
@@ -124,6 +128,31 @@ class Settings:
         for complaint, fine in checks.items():
             if not fine:
                 raise ValueError(complaint)
+        check_choice(self.task, self.data, self.model)
+        if self.preset is not None:
+            recipe_of(self.preset, self.task)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How the preset trains the task."""
+        return None if self.preset is None else recipe_of(self.preset, self.task)
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """The settings that are given; for all others those of the preset, if there is one, or the defaults."""
+    preset = given.get("preset")
+    if preset is None:
+        return Settings(**given)
+    for name in ("optimizer", "learning_rate", "momentum"):
+        if name in given:
+            raise ValueError(f"{name}={given[name]} does not go with preset={preset!r}, which has its own")
+    return Settings(**{**recipe_of(preset, given.get("task", Settings.task)).settings, **given})
+
+
+class State(TrainState):
+    """What a step hands on."""
+
+    statistics: Statistics  # see _settle
 
 
 Report = Callable[[History, int], None]  # is shown the history so far, and how many steps it will have, every few steps
@@ -135,8 +164,8 @@ class Mapped(NamedTuple):
     """The step of all workers, and the form in which it keeps the state: the global view, or another."""
 
     step: Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]  # (state, batch of this process's workers) -> (state, metrics)
-    enter: Callable[[TrainState], Any] = lambda state: state  # out of the global view
-    leave: Callable[[Any], TrainState] = lambda state: state  # and back
+    enter: Callable[[State], Any] = lambda state: state  # out of the global view
+    leave: Callable[[Any], State] = lambda state: state  # and back
 
 
 Map = Callable[[Task, Any, jax.Array, Columns, Settings], Mapped]  # (task, shapes of the state, key, data, settings) -> the step
@@ -155,11 +184,11 @@ def by_vmap(task: Task, shapes: Any, key: jax.Array, columns: Columns, settings:
     own = jax.tree.map(lambda leaf: 0 if leaf.sharding.spec else None, shapes)  # the axis of the workers; None where they are equal
     step = jax.vmap(one_step(task, key), axis_name=AXIS, in_axes=(own, 0), out_axes=(own, None))
 
-    def each(state: TrainState, change: Callable[[jax.Array], jax.Array]) -> TrainState:
+    def each(state: State, change: Callable[[jax.Array], jax.Array]) -> State:
         return jax.tree.map(lambda leaf, like: change(leaf) if like.sharding.spec else leaf, state, shapes)
 
     @partial(jax.jit, donate_argnums=0)
-    def run(state: TrainState, rows: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def run(state: State, rows: Batch) -> tuple[State, dict[str, jax.Array]]:
         batches = {name: column.reshape(settings.workers, -1, *column.shape[1:]) for name, column in rows.items()}
         state, measured = step(each(state, lambda leaf: leaf[:, None]), batches)  # a worker sees one row
         return each(state, lambda leaf: leaf[:, 0]), measured
@@ -195,15 +224,15 @@ def train(
     Raises:
       ValueError: for settings that can't work together.
     """
-    task, method = load_task(settings.task), METHODS[settings.method]
+    task, method = load_task(settings.task, settings.data, settings.model), METHODS[settings.method]
     if method.gossips:
         task = _with_rows(task, settings.workers)
     columns = task.train if own is None else own
-    steps = settings.steps or task.steps
-    peak = settings.learning_rate or task.learning_rates[settings.optimizer]
+    course = course_of(settings, task)
+    steps = course.steps
     asked = asdict(settings) | {
         "steps": steps,
-        "learning_rate": peak,
+        "learning_rate": course.peak,
         "density": settings.density if method.thins else 1.0,
     }
     log = saves.newest(asked) if saves else Log(asked, 0, {}, 0.0)
@@ -213,12 +242,12 @@ def train(
     check_share(settings, count(columns), here)
     key, key_init = jax.random.split(jax.random.key(settings.seed))
 
-    create = partial(_create, task, make_optimizer(settings, steps, peak))
+    create = partial(_create, task, make_optimizer(settings, course))
     shapes = lay_out(jax.eval_shape(create, key_init), mesh)
     if saves and log.step:
         if method.gossips and log.settings["workers"] != settings.workers:
             raise ValueError(f"{settings.method} goes on only with as many workers as saved their parameters: {log.settings['workers']}")
-        before = make_optimizer(replace(settings, workers=log.settings["workers"]), steps, peak)
+        before = make_optimizer(replace(settings, workers=log.settings["workers"]), course)
         state = _restore(saves, log, jax.eval_shape(partial(_create, task, before), key_init), shapes, settings.workers)
     else:
         state = jax.jit(create, out_shardings=_shardings(shapes))(key_init)
@@ -245,13 +274,14 @@ def train(
     seconds = time.perf_counter() - began
 
     watch("the evaluation", True)
-    params = mapped.leave(state).params
+    last = mapped.leave(state)
     if method.gossips:
-        params = jax.jit(average_params, out_shardings=NamedSharding(mesh, P()))(params)
-    scores = evaluate(task, params, mesh, settings.batch * settings.workers)
+        last = last.replace(params=jax.jit(average_params, out_shardings=NamedSharding(mesh, P()))(last.params))
+    scores = evaluate(task, last, mesh, settings.batch * settings.workers)
     return Result(
         **asked,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(last.params)),
+        quality=task.measures(scores),
         accuracy=scores["accuracy"],
         loss=scores["loss"],
         bytes_sent=sum(history["bytes_sent"]),
@@ -295,27 +325,52 @@ def make_mesh(workers: int) -> Mesh:
     return jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:workers])
 
 
-def make_optimizer(settings: Settings, steps: int, peak: float) -> optax.GradientTransformation:
-    """The method's exchange and the optimizer, of which gossip mixes the result. The learning rate warms up, and falls as a cosine."""
-    schedule = optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps)
-    method = METHODS[settings.method]
+class Course(NamedTuple):
+    """How long to train, and with which learning rates."""
+
+    steps: int
+    peak: float
+    rate: optax.Schedule
+
+
+def course_of(settings: Settings, task: Task) -> Course:
+    """That of the preset; without one the learning rate warms up for a tenth of the steps and falls as a cosine."""
+    if settings.recipe:
+        samples = settings.batch * settings.workers
+        epoch = max(count(task.train) // samples, 1)
+        peak = settings.recipe.peak(samples)
+        return Course(settings.steps or settings.recipe.epochs * epoch, peak, settings.recipe.schedule(peak, epoch))
+    steps = settings.steps or task.steps
+    peak = settings.learning_rate or task.learning_rates[settings.optimizer]
+    return Course(steps, peak, optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps))
+
+
+def make_optimizer(settings: Settings, course: Course) -> optax.GradientTransformation:
+    """The method's exchange and the optimizer, of which gossip mixes the result."""
+    method, recipe = METHODS[settings.method], settings.recipe
     exchange = method.make(settings.density, AXIS, num_workers=settings.workers)
-    optimizer = OPTIMIZERS[settings.optimizer](schedule, settings.momentum)
-    return optax.chain(optimizer, exchange) if method.gossips else optax.chain(exchange, optimizer)
+    clip = [] if recipe is None or recipe.clip is None else [optax.clip_by_global_norm(recipe.clip)]
+    optimizer = recipe.optimizer(course.rate) if recipe else OPTIMIZERS[settings.optimizer](course.rate, settings.momentum)
+    return optax.chain(*clip, optimizer, exchange) if method.gossips else optax.chain(*clip, exchange, optimizer)
 
 
-def _create(task: Task, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def _create(task: Task, tx: optax.GradientTransformation, key: jax.Array) -> State:
     """The state before the first step, of all workers."""
-    return TrainState.create(apply_fn=task.score, params=task.init(key), tx=tx)
+    params, statistics = task.init(key)
+    return State.create(apply_fn=task.score, params=params, tx=tx, statistics=statistics)
 
 
 def _with_rows(task: Task, workers: int) -> Task:
     """The task with a row of parameters for each worker, which sees one row."""
 
-    def loss(params: Params, batch: Batch, key: jax.Array) -> Any:
-        return task.loss(jax.tree.map(lambda row: row[0], params), batch, key)
+    def init(key: jax.Array) -> tuple[Params, Statistics]:
+        params, statistics = task.init(key)
+        return replicate_params(params, workers), statistics
 
-    return task._replace(init=lambda key: replicate_params(task.init(key), workers), loss=loss)
+    def loss(params: Params, statistics: Statistics, batch: Batch, key: jax.Array) -> Any:
+        return task.loss(jax.tree.map(lambda row: row[0], params), statistics, batch, key)
+
+    return task._replace(init=init, loss=loss)
 
 
 def lay_out(shapes: Any, mesh: Mesh) -> Any:
@@ -341,7 +396,7 @@ def _batch_shapes(columns: Columns, size: int, sharding: NamedSharding) -> Any:
     return {name: shape(column) for name, column in columns.items()}
 
 
-def _restore(saves: Saves, log: Log, then: TrainState, now: TrainState, workers: int) -> TrainState:
+def _restore(saves: Saves, log: Log, then: State, now: State, workers: int) -> State:
     """The saved state as it is laid out `now`. `then` has the shapes that it was saved in, of as many workers as there were."""
     if log.settings["workers"] == workers:
         return saves.state(log, now)
@@ -356,14 +411,17 @@ def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, sharding, np.asarray(leaf).__getitem__)
 
 
-def one_step(task: Task, key: jax.Array) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+def one_step(task: Task, key: jax.Array) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """One worker's step: (state, its batch) -> (state, metrics)."""
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         mine = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
-        (loss, means), grads = local_value_and_grad(task.loss, AXIS, has_aux=True)(state.params, batch, mine)
-        state = state.apply_gradients(grads=grads)
+        gradient = local_value_and_grad(task.loss, AXIS, has_aux=True)
+        (loss, (statistics, means)), grads = gradient(state.params, state.statistics, batch, mine)
+        settled, size = _settle(state.statistics, statistics)
+        state = state.apply_gradients(grads=grads, statistics=settled)
         own, told = {"loss": loss, **means}, metrics(state.opt_state)
+        told |= {name: told[name] + size for name in ("bytes_sent", "bytes_dense")}
         if "consensus_distance" in told:  # of which each worker has an estimate
             own["consensus_distance"] = told.pop("consensus_distance")
         return state, lax.pmean(own, AXIS) | told
@@ -371,7 +429,21 @@ def one_step(task: Task, key: jax.Array) -> Callable[[TrainState, Batch], tuple[
     return step
 
 
-def make_step(task: Task, shapes: TrainState, key: jax.Array) -> Any:
+def _settle(before: Statistics, after: Statistics) -> tuple[Statistics, float]:
+    """The mean of the workers' statistics, and the bytes that one of them sends for it, by a ring.
+
+    Each worker normalises by the mean and variance of its own samples, as the recipes do, and moves its own running averages. They are made
+    equal in each step, so that the state is the same everywhere: to save, to take up again with another number of workers, to evaluate. As
+    a running average is linear in what it averages, to do so once in the end would come to the same. What is not finite is not taken
+    over, since the step that it comes from is skipped.
+    """
+    mean = lax.pmean(after, AXIS)
+    settled = jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(new), new, old), before, mean)
+    n = lax.axis_size(AXIS)
+    return settled, sum(2 * (n - 1) / n * leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(before))
+
+
+def make_step(task: Task, shapes: State, key: jax.Array) -> Any:
     """The jitted step of all workers: (state, batch) -> (state, metrics)."""
     shardings = _shardings(shapes)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
@@ -380,18 +452,19 @@ def make_step(task: Task, shapes: TrainState, key: jax.Array) -> Any:
     return jax.jit(sharded, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
 
 
-def evaluate(task: Task, params: Any, mesh: Mesh, per_step: int) -> dict[str, float]:
+def evaluate(task: Task, state: State, mesh: Mesh, per_step: int) -> dict[str, float]:
     """The means of the scores over the held-out samples, each counted once. Every process has all of them, and scores its rows."""
     rows, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
 
     @partial(jax.jit, out_shardings=everywhere)
-    def add_up(params: Any, batch: Batch, counting: int) -> dict[str, jax.Array]:
-        return {name: jnp.where(jnp.arange(per_step) < counting, x, 0).sum() for name, x in task.score(params, batch).items()}
+    def add_up(params: Any, statistics: Statistics, batch: Batch, counting: int) -> dict[str, jax.Array]:
+        scores = task.score(params, statistics, batch)
+        return {name: jnp.where(jnp.arange(per_step) < counting, x, 0).sum() for name, x in scores.items()}
 
     sums: dict[str, float] = {}
     for batch, counting in held_out_batches(task.test, per_step):
         placed = {name: _place(column, rows) for name, column in batch.items()}
-        for name, total in jax.device_get(add_up(params, placed, counting)).items():
+        for name, total in jax.device_get(add_up(state.params, state.statistics, placed, counting)).items():
             sums[name] = sums.get(name, 0.0) + float(total)
     return {name: total / count(task.test) for name, total in sums.items()}
 
@@ -421,17 +494,27 @@ class Output:
             plot(self.plot, result)
 
 
+def add_task_flags(parser: Any) -> None:
+    """The flags that say what is trained, and as whom."""
+    parser.add_argument("--task", choices=TASKS, help=f"default: {Settings.task}")
+    parser.add_argument("--data", metavar="DIR", help="where the task's files are, for one that is read from files")
+    parser.add_argument("--model", help="for a task that has several; default: its first")
+    parser.add_argument("--preset", choices=PRESETS, help="batch, density, optimizer and its rates as in the papers")
+
+
 def add_flags(parser: Parser) -> None:
     """All flags but those that say what the workers are."""
-    parser.add_argument("--task", choices=TASKS, default=Settings.task)
-    parser.add_argument("--method", choices=METHODS, default=Settings.method)
-    parser.add_argument("--density", type=float, default=Settings.density, help="share of the gradient to send, in (0, 1]")
+    add_task_flags(parser)
+    parser.add_argument("--method", choices=METHODS, help=f"default: {Settings.method}")
+    parser.add_argument("--density", type=float, help=f"share of the gradient to send, in (0, 1]; default: {Settings.density}")
     parser.add_argument("--steps", type=int, help="default: the task's own")
-    parser.add_argument("--batch", type=int, default=Settings.batch, help="samples per worker and step")
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="of parameters, order of the data, and dropout")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=Settings.optimizer, help="what makes a step of the exchanged gradient")
+    parser.add_argument("--batch", type=int, help=f"samples per worker and step; default: {Settings.batch}")
+    parser.add_argument("--seed", type=int, help=f"of parameters, order of the data, and dropout; default: {Settings.seed}")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help=f"what makes a step of the exchanged gradient; default: {Settings.optimizer}"
+    )
     parser.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
-    parser.add_argument("--momentum", type=float, default=Settings.momentum, help="Nesterov's for sgd, the first moment's for adamw")
+    parser.add_argument("--momentum", type=float, help=f"Nesterov's for sgd, adamw's first moment; default: {Settings.momentum}")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from the newest save there is")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="with --checkpoint; default: 100")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
@@ -440,13 +523,14 @@ def add_flags(parser: Parser) -> None:
 
 def asked_for(arguments: dict[str, Any]) -> tuple[Settings, Output]:
     """What the flags ask for; raises a ValueError for what can't be."""
-    names = [field.name for field in fields(Output)]
-    return Settings(**{name: value for name, value in arguments.items() if name not in names}), Output(*(arguments[name] for name in names))
+    output = Output(**{field.name: arguments[field.name] for field in fields(Output)})
+    given = {field.name: arguments[field.name] for field in fields(Settings) if arguments.get(field.name) is not None}
+    return settings_of(given), output
 
 
 def main() -> None:
     parser = Parser(description="Train one task with one method and report what was sent and what came of it.", allow_abbrev=False)
-    parser.add_argument("--workers", type=int, default=Settings.workers, help="data-parallel workers, each on a device of its own")
+    parser.add_argument("--workers", type=int, help=f"data-parallel workers, each on a device of its own; default: {Settings.workers}")
     parser.add_argument("--simulate", action="store_true", help="all workers on one device instead")
     add_flags(parser)
     arguments = vars(parser.parse_args())

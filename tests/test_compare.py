@@ -107,7 +107,9 @@ def test_what_counts_as_divergence(losses: list[float], skipped: int, held_out: 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("scaled")
-    return run(folder, "--scale", "--methods=top_k,micro", "--most=5", "--size=20000", "--steps=2", "--density=0.02", "--model=1000000")
+    return run(
+        folder, "--scale", "--methods=top_k,micro", "--most=5", "--size=20000", "--steps=2", "--density=0.02", "--model-size=1000000"
+    )
 
 
 def test_build_up_of_independent_workers(scaled: Run) -> None:
@@ -132,7 +134,7 @@ def test_scale_table_and_picture(scaled: Run) -> None:
 
 
 def test_workers_that_hold_the_same_build_nothing_up() -> None:
-    (point,) = scale.simulate(scale.Scale(("top_k",), density=0.1, size=1000, correlation=1.0, most=3, steps=1, model=1000))
+    (point,) = scale.simulate(scale.Scale(("top_k",), density=0.1, size=1000, correlation=1.0, most=3, steps=1, model_size=1000))
     assert point.build_up_first == 1
 
 
@@ -162,7 +164,10 @@ def test_selection_alone_takes_time(method: str) -> None:
         (["--task=tea"], "invalid choice: 'tea'"),
         (["--density=2"], "density=2.0 is not in (0, 1]"),
         (["--workers=9"], "workers=9, but there are only 8 devices"),
+        (["--task=cifar100"], "task='cifar100' needs --data DIR"),
+        (["--preset=paper"], "preset='paper' has no settings for task='digits'"),
         (["--most=8"], "--most only goes with --scale"),
+        (["--model-size=8"], "--model-size only goes with --scale"),
         (["--json=nowhere/run.json"], "can't write 'nowhere/run.json': No such file or directory"),
         (["--plot=run.txt"], "'run.txt' does not end in the name of a picture format"),
         (["--scale", "--workers=4"], "--workers does not go with --scale"),

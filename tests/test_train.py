@@ -16,7 +16,8 @@ from compiling import environment
 SETTINGS = train.Settings(workers=2, steps=12, batch=8, seed=5, optimizer="adamw")
 ASKED = ["--workers=2", "--steps=12", "--batch=8", "--seed=5", "--optimizer=adamw"]
 KEYS = {
-    "method", "task", "workers", "density", "seed", "steps", "batch", "optimizer", "learning_rate", "momentum", "parameters", "accuracy",
+    "method", "task", "workers", "density", "seed", "steps", "batch", "optimizer", "learning_rate", "momentum", "data",
+    "model", "preset", "parameters", "quality", "accuracy",
     "loss", "bytes_sent", "bytes_dense", "seconds_per_step", "history",
 }  # fmt: skip
 
@@ -41,6 +42,7 @@ def test_json(run: Run) -> None:
     assert set(figures) == KEYS
     assert (figures["method"], figures["task"], figures["workers"], figures["seed"], figures["steps"]) == ("exdyna", "digits", 2, 5, 12)
     assert 0 < figures["bytes_sent"] < figures["bytes_dense"] / 5
+    assert figures["quality"] == {"accuracy": figures["accuracy"]}
     assert {"loss", "accuracy", "density", "threshold", "imbalance", "overflow"} <= set(figures["history"])
     assert {len(values) for values in figures["history"].values()} == {12}
 
@@ -96,6 +98,14 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         (["--save-every=5"], "--save-every only goes with --checkpoint DIR"),
         (["--checkpoint=here", "--save-every=0"], "save_every=0 is not a positive number"),
         ([f"--checkpoint={__file__}"], "test_train.py' is not a directory"),
+        (["--task=wikitext2"], "task='wikitext2' needs --data DIR, a directory with the word-level files of WikiText-2"),
+        (["--task=text", "--data=here"], "data='here' does not go with it: its data is at hand"),
+        (["--task=text", "--model=gpt"], "model='gpt' is not one of lstm, lstm_untied, transformer"),
+        (["--task=cifar10", "--data=nowhere"], "data='nowhere' is not a directory"),
+        (["--task=cifar10", "--data=."], "data_batch_1 is missing: it should be one of the files data_batch_1, data_batch_2, "),
+        (["--task=movielens", "--data=."], "ratings.csv or u.data is missing: it should be MovieLens's ratings.csv: a line userId,"),
+        (["--preset=paper"], "preset='paper' has no settings for task='digits', only for cifar10, cifar100, wikitext2, movielens"),
+        (["--preset=paper", "--task=cifar10", "--data=.", "--momentum=0.5"], "momentum=0.5 does not go with preset='paper'"),
         (["--workerz=3"], "unrecognized arguments: --workerz=3"),
     ],
 )

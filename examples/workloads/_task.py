@@ -9,6 +9,12 @@ import numpy as np
 Batch = Mapping[str, Any]  # arrays whose first axis counts the samples
 Columns = Mapping[str, np.ndarray]  # a whole data set, in the same form
 Params = Any
+Statistics = Any  # what a model keeps beside its parameters and does not train: the running averages of BatchNorm; {} if it keeps nothing
+
+
+def by_accuracy(means: Mapping[str, float]) -> dict[str, float]:
+    """The measure of a task whose answers are right or wrong."""
+    return {"accuracy": means["accuracy"]}
 
 
 class Task(NamedTuple):
@@ -16,14 +22,16 @@ class Task(NamedTuple):
 
     train: Columns
     test: Columns  # held out
-    init: Callable[[jax.Array], Params]  # key -> parameters
-    # (parameters, batch, key) -> the mean loss of the batch, and further means of it: at least "accuracy". The key is for whatever the
-    # task draws at random in training: dropout, augmentation, negative samples.
-    loss: Callable[[Params, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-    # (parameters, batch) -> one number a sample: "loss", and "accuracy", which is the share of right answers, whatever the task asks
-    score: Callable[[Params, Batch], dict[str, jax.Array]]
+    init: Callable[[jax.Array], tuple[Params, Statistics]]  # key -> what the model begins with
+    # (parameters, statistics, batch, key) -> the mean loss of the batch, and (new statistics, further means of the batch: at least
+    # "accuracy"). The key is for whatever the task draws at random in training: dropout, augmentation, negative samples.
+    loss: Callable[[Params, Statistics, Batch, jax.Array], tuple[jax.Array, tuple[Statistics, dict[str, jax.Array]]]]
+    # (parameters, statistics, batch) -> one number a sample: "loss", and "accuracy", which is the share of right answers, whatever the
+    # task asks
+    score: Callable[[Params, Statistics, Batch], dict[str, jax.Array]]
     steps: int  # a dense run of 8 workers with 32 samples each converges in these steps
     learning_rates: Mapping[str, float]  # optimizer -> peak learning rate
+    measures: Callable[[Mapping[str, float]], dict[str, float]] = by_accuracy  # held-out means of the scores -> what the task is judged by
 
 
 def count(columns: Columns) -> int:

@@ -11,7 +11,7 @@ from jax import lax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from workloads import Batch, Columns, Params, Task
+from workloads import Batch, Columns, Params, Statistics, Task
 
 _TEST_SHARE = 0.2
 _SPLIT = 0  # the split is the same whatever the seed of the training, so that runs can be compared
@@ -53,21 +53,24 @@ def load() -> Task:
     )
     network = Network()
 
-    def init(key: jax.Array) -> Params:
-        return network.init(key, jnp.zeros((1, 8, 8, 1)), train=False)["params"]
+    def init(key: jax.Array) -> tuple[Params, Statistics]:
+        return network.init(key, jnp.zeros((1, 8, 8, 1)), train=False)["params"], {}
 
     def judge(logits: Any, labels: jax.Array) -> dict[str, jax.Array]:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return {"loss": losses, "accuracy": (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)}
 
-    def loss(params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(
+        params: Params, statistics: Statistics, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Statistics, dict[str, jax.Array]]]:
         key_shift, key_dropout = jax.random.split(key)
         images = _shift(batch["image"], key_shift)
         logits = network.apply({"params": params}, images, train=True, rngs={"dropout": key_dropout})
         means = jax.tree.map(jnp.mean, judge(logits, batch["label"]))
-        return means.pop("loss"), means
+        return means.pop("loss"), (statistics, means)
 
-    def score(params: Params, batch: Batch) -> dict[str, jax.Array]:
+    def score(params: Params, statistics: Statistics, batch: Batch) -> dict[str, jax.Array]:
+        del statistics
         return judge(network.apply({"params": params}, batch["image"], train=False), batch["label"])
 
     return Task(

@@ -27,7 +27,7 @@ _VISION = ("resnet18", "vgg16", "vgg19", "senet18", "googlenet")
 _LANGUAGE = ("lstm", "lstm_untied", "transformer")
 
 TASKS = {
-    "digits": Entry("digits:load"),
+    "digits": Entry("digits:load", ("cnn", "mlp")),
     "text": Entry("text:load", _LANGUAGE),
     "recommend": Entry("recommend:load"),
     "cifar10": Entry("cifar:load_cifar10", _VISION, "the python version of CIFAR-10"),

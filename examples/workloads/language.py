@@ -1,6 +1,7 @@
 """Language modelling on any sequence of tokens: what comes next?"""
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -42,7 +43,7 @@ def language_task(train: Columns, test: Columns, network: nn.Module, steps: int,
     def init(key: jax.Array) -> tuple[Params, Statistics]:
         return network.init(key, jnp.zeros((1, length), jnp.int32), train=False)["params"], {}
 
-    def judge(logits: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    def judge(logits: Any, tokens: jax.Array) -> dict[str, jax.Array]:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         right = (jnp.argmax(logits, axis=-1) == tokens[:, 1:]).astype(jnp.float32)
         return {"loss": losses.mean(axis=1), "accuracy": right.mean(axis=1)}

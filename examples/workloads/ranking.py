@@ -5,6 +5,7 @@ four, and in the end 99 that the user was never seen with.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -89,7 +90,7 @@ def ranking_task(
         drawn = jax.random.randint(key_items, (seen.shape[0], _NEGATIVES), 0, items)  # a seen one now and then: not worth a look-up
         offered = jnp.concatenate([seen, drawn], axis=1)
         asked = jnp.broadcast_to(batch["user"][:, None], offered.shape)
-        logits = network.apply({"params": params}, asked, offered, train=True, rngs={"dropout": key_dropout})
+        logits: Any = network.apply({"params": params}, asked, offered, train=True, rngs={"dropout": key_dropout})
         taken = jnp.zeros_like(logits).at[:, 0].set(1)
         right = (logits > 0) == (taken > 0)
         return optax.sigmoid_binary_cross_entropy(logits, taken).mean(), (statistics, {"accuracy": right.astype(jnp.float32).mean()})
@@ -97,7 +98,7 @@ def ranking_task(
     def score(params: Params, statistics: Statistics, batch: Batch) -> dict[str, jax.Array]:
         del statistics
         asked = jnp.broadcast_to(batch["user"][:, None], batch["items"].shape)
-        logits = network.apply({"params": params}, asked, batch["items"], train=False)
+        logits: Any = network.apply({"params": params}, asked, batch["items"], train=False)
         behind = logits[:, 1:] < logits[:, :1]  # strictly: who finds all equal, or no number at all, finds nothing
         ahead = (~behind).sum(axis=1).astype(jnp.float32)
         hit = ahead < _TOP

@@ -34,8 +34,8 @@ def read(data: Path) -> tuple[np.ndarray, np.ndarray, int]:
         raise complaint(path, f"has no {_UNKNOWN}: is it of the raw version?", _FORM)
     if len(number) > _MOST:
         raise complaint(path, f"has {len(number)} different words, more than WikiText-2: is it of WikiText-103?", _FORM)
-    tokens = (np.array([number.get(word, number[_UNKNOWN]) for word in words], np.int32) for words in (train, test))
-    return *tokens, len(number)
+    seen, held_out = (np.array([number.get(word, number[_UNKNOWN]) for word in words], np.int32) for words in (train, test))
+    return seen, held_out, len(number)
 
 
 def _words(data: Path, name: str) -> list[str]:

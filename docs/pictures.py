@@ -39,7 +39,7 @@ LEAVES = {"a": 64, "b": 128, "c": 192, "d": 96, "e": 32}  # whole words, so that
 SCALES = {"a": 0.4, "b": 1.0, "c": 0.5, "d": 2.0, "e": 0.7}
 SIZE = sum(LEAVES.values())
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of the workers, where they are told apart
-GREY, INK = "#C4C4C4", "#333333"
+GREY, INK = "#D0D0D0", "#333333"
 
 
 class Seen(NamedTuple):

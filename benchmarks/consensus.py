@@ -76,7 +76,7 @@ def draw(path: Path, figures: list[dict[str, Any]], workers: list[int]) -> None:
             panel.semilogy([max(d, AGREED / 10) for d in row["distance"]], label=row["method"])
         panel.set(title=f"{n} workers", xlabel="mixings", ylim=(AGREED / 10, 2))
     panels[0][0].set_ylabel("distance to the first mean")
-    panels[0][-1].legend(fontsize="small")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize="small")
     figure.savefig(path)
 
 
@@ -99,7 +99,7 @@ def main() -> None:
         figures.append({"workers": n, "method": name, "contraction": contraction(row), "agreed_after": exact, "distance": row})
         if args.json:
             args.json.write_text(json.dumps({"size": args.size, "seed": args.seed, "figures": figures}, indent=2))
-    table = Table("workers", "method", "contraction a mixing", "sqrt((n-2)/(2(n-1)))", "agreed after")
+    table = Table("workers", "method", "contraction", "expected", "agreed after", caption="expected of pairs: sqrt((n-2) / (2 (n-1)))")
     for fig in figures:
         n = fig["workers"]
         expected = f"{((n - 2) / (2 * (n - 1))) ** 0.5:.3f}" if fig["method"].startswith("crossover") else ""

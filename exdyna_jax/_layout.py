@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from exdyna_jax._compact import WORD, words_in
 
@@ -74,7 +75,8 @@ def fitted(x: jax.Array, dtype: Any) -> jax.Array:
     if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
         return x.astype(dtype)
     most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
-    return jnp.clip(x, -most, most).astype(dtype)
+    # what is taken away is measured by widening the result again: without a barrier some compilers fold both, and find nothing
+    return lax.optimization_barrier(jnp.clip(x, -most, most).astype(dtype))
 
 
 def make_layout(tree: Any, residual_dtype: Any, min_size: float, wire_dtype: Any) -> Layout:

@@ -7,6 +7,7 @@ two. Everything is measured in one process on virtual CPU devices, in turns, buf
 import argparse
 import ctypes
 import json
+import random
 import re
 import statistics
 import sys
@@ -121,12 +122,15 @@ def _compiled(function: Any, state: Any, gradient: Any) -> Running:
 
 
 def _median_ms(running: dict[str, Running], gradients: Sequence[Any], repeats: int, tell: Callable[[str], None]) -> dict[str, float]:
-    """All take a step in turns, so that a machine that slows down slows all of them."""
+    """All take a step in turns, so that a machine that slows down slows all of them, in an order drawn anew in each turn: what a step
+    leaves in the caches and in the allocator is the next one's."""
+    order = random.Random(0)
     states = {name: way.state for name, way in running.items()}
     times: dict[str, list[float]] = {name: [] for name in running}
     for step in range(repeats + 3):  # the first steps settle the threshold
         tell(f"step {step + 1} of {repeats + 3}")
-        for name, way in running.items():
+        for name in order.sample(list(running), len(running)):
+            way = running[name]
             began = time.perf_counter()
             states[name], update = way.program(states[name], gradients[step % len(gradients)])
             jax.block_until_ready((states[name], update))

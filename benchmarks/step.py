@@ -1,6 +1,6 @@
 """The whole update of one flat array on virtual CPU devices, against its floor and its rivals.
 
-python benchmarks/step.py [--density 0.001] [--workers 4] [--repeats 9] [--json FILE]
+python benchmarks/step.py [--density 0.001] [--workers 4] [--repeats 15] [--json FILE]
 """
 
 from updates import run

@@ -1,6 +1,6 @@
 """The whole update of a tree of many leaves on virtual CPU devices, against its floor and its rivals.
 
-python benchmarks/tree.py [--tree resnet50|transformer] [--density 0.001] [--workers 4] [--repeats 9] [--json FILE]
+python benchmarks/tree.py [--tree resnet50|transformer] [--density 0.001] [--workers 4] [--repeats 15] [--json FILE]
 """
 
 from updates import Shapes, run

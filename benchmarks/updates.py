@@ -27,6 +27,7 @@ from rich.table import Table
 import exdyna_jax
 
 AXIS = "data"
+_TURNS, _UNCOUNTED = 3, 3
 Shapes = Sequence[tuple[int, ...]]
 
 
@@ -122,21 +123,24 @@ def _compiled(function: Any, state: Any, gradient: Any) -> Running:
 
 
 def _median_ms(running: dict[str, Running], gradients: Sequence[Any], repeats: int, tell: Callable[[str], None]) -> dict[str, float]:
-    """All take a step in turns, so that a machine that slows down slows all of them, in an order drawn anew in each turn: what a step
-    leaves in the caches and in the allocator is the next one's."""
-    order = random.Random(0)
+    """Each takes some steps in a row, in turns and in an order drawn anew in each turn, so that a machine that slows down slows all of them.
+
+    The first steps of a row don't count: they find the caches and the allocator as another way left them, and settle the threshold.
+    """
     states = {name: way.state for name, way in running.items()}
     times: dict[str, list[float]] = {name: [] for name in running}
-    for step in range(repeats + 3):  # the first steps settle the threshold
-        tell(f"step {step + 1} of {repeats + 3}")
+    order = random.Random(0)
+    for turn in range(_TURNS):
+        tell(f"turn {turn + 1} of {_TURNS}")
         for name in order.sample(list(running), len(running)):
-            way = running[name]
-            began = time.perf_counter()
-            states[name], update = way.program(states[name], gradients[step % len(gradients)])
-            jax.block_until_ready((states[name], update))
-            times[name].append(time.perf_counter() - began)
-            del update
-    return {name: statistics.median(seconds[3:]) * 1e3 for name, seconds in times.items()}
+            for step in range(-_UNCOUNTED, -(-repeats // _TURNS)):
+                began = time.perf_counter()
+                states[name], update = running[name].program(states[name], gradients[step % len(gradients)])
+                jax.block_until_ready((states[name], update))
+                if step >= 0:
+                    times[name].append(time.perf_counter() - began)
+                del update
+    return {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
 
 
 def large_copies(program: Any, least: int = 2**16) -> int:
@@ -161,7 +165,7 @@ def run(doc: str | None, trees: dict[str, Callable[[], Shapes]]) -> None:
         parser.add_argument("--tree", choices=trees, default=first)
     parser.add_argument("--density", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=4, help="each on a virtual CPU device")
-    parser.add_argument("--repeats", type=int, default=9, help="steps of which the median counts")
+    parser.add_argument("--repeats", type=int, default=15, help="steps of which the median counts")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     if args.workers < 1 or not 0 < args.density <= 1 or args.repeats < 1:

@@ -123,7 +123,7 @@ def _compiled(function: Any, state: Any, gradient: Any) -> Running:
 
 
 def _median_ms(running: dict[str, Running], gradients: Sequence[Any], repeats: int, tell: Callable[[str], None]) -> dict[str, float]:
-    """Each takes some steps in a row, in turns and in an order drawn anew in each turn, so that a machine that slows down slows all of them.
+    """Each takes some steps in a row, in turns and in an order drawn anew each time, so that a machine that slows down slows all of them.
 
     The first steps of a row don't count: they find the caches and the allocator as another way left them, and settle the threshold.
     """

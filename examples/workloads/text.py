@@ -24,8 +24,8 @@ MODELS = {
     "transformer": Transformer(vocabulary=256, width=128),
 }
 _RATES = {
-    "lstm": {"sgd": 1.0, "adamw": 0.005},
-    "lstm_untied": {"sgd": 1.0, "adamw": 0.005},
+    "lstm": {"sgd": 2.0, "adamw": 0.005},
+    "lstm_untied": {"sgd": 2.0, "adamw": 0.005},
     "transformer": {"sgd": 0.3, "adamw": 0.003},
 }
 
@@ -40,4 +40,4 @@ def load(model: str) -> Task:
     """The task, with a tenth of the text held out."""
     samples = windows(read(), _LENGTH)["tokens"]
     held_out = np.arange(len(samples)) // _RUN % _OF == _OF - 1
-    return language_task({"tokens": samples[~held_out]}, {"tokens": samples[held_out]}, MODELS[model], 300, _RATES[model])
+    return language_task({"tokens": samples[~held_out]}, {"tokens": samples[held_out]}, MODELS[model], 250, _RATES[model])

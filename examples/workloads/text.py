@@ -19,9 +19,9 @@ _LENGTH = 32  # bytes of a sample
 _RUN, _OF = 16, 10  # of each ten runs of so many samples in a row the last is held out
 
 MODELS = {
-    "lstm": LSTM(vocabulary=256, width=128),
-    "lstm_untied": LSTM(vocabulary=256, width=128, tied=False),
-    "transformer": Transformer(vocabulary=256, width=128),
+    "lstm": LSTM(vocabulary=256, width=64),
+    "lstm_untied": LSTM(vocabulary=256, width=64, tied=False),
+    "transformer": Transformer(vocabulary=256, width=64),
 }
 _RATES = {
     "lstm": {"sgd": 2.0, "adamw": 0.005},
@@ -40,4 +40,4 @@ def load(model: str) -> Task:
     """The task, with a tenth of the text held out."""
     samples = windows(read(), _LENGTH)["tokens"]
     held_out = np.arange(len(samples)) // _RUN % _OF == _OF - 1
-    return language_task({"tokens": samples[~held_out]}, {"tokens": samples[held_out]}, MODELS[model], 250, _RATES[model])
+    return language_task({"tokens": samples[~held_out]}, {"tokens": samples[held_out]}, MODELS[model], 300, _RATES[model])

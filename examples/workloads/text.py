@@ -19,13 +19,13 @@ _LENGTH = 32  # bytes of a sample
 _RUN, _OF = 16, 10  # of each ten runs of so many samples in a row the last is held out
 
 MODELS = {
-    "lstm": LSTM(vocabulary=256, width=128),
-    "lstm_untied": LSTM(vocabulary=256, width=128, tied=False),
-    "transformer": Transformer(vocabulary=256, width=128),
+    "lstm": LSTM(vocabulary=256, width=64),
+    "lstm_untied": LSTM(vocabulary=256, width=64, tied=False),
+    "transformer": Transformer(vocabulary=256, width=64),
 }
 _RATES = {
-    "lstm": {"sgd": 1.0, "adamw": 0.005},
-    "lstm_untied": {"sgd": 1.0, "adamw": 0.005},
+    "lstm": {"sgd": 2.0, "adamw": 0.005},
+    "lstm_untied": {"sgd": 2.0, "adamw": 0.005},
     "transformer": {"sgd": 0.3, "adamw": 0.003},
 }
 

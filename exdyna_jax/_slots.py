@@ -6,7 +6,6 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from exdyna_jax._accumulator import Accumulator, add
@@ -23,18 +22,17 @@ def take(accumulator: Accumulator, indices: jax.Array, what: Callable[..., jax.A
     Something else than `a` with another function `what(momentum, *terms)`.
     """
     layout = accumulator.layout
+    values = jnp.zeros_like(accumulator.leaves[0][1], layout.dtype, indices.shape)
+    bounds = _bounds(layout, indices)
+    for i, (piece, terms) in enumerate(zip(layout.pieces, accumulator.pieces, strict=True)):
 
-    def look_up(window: Window, piece: Piece, terms: tuple[jax.Array, ...], values: jax.Array) -> jax.Array:
-        at = _places(piece, window(indices))
-        found = what(accumulator.momentum, *(x.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False) for x in terms))
-        return window.write(values, jnp.where(at < piece.size, found.astype(values.dtype), window(values)))
+        def look_up(window: Window, values: jax.Array, piece: Piece = piece, terms: tuple[jax.Array, ...] = terms) -> jax.Array:
+            at = _places(piece, window(indices))
+            found = what(accumulator.momentum, *(x.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False) for x in terms))
+            return window.write(values, jnp.where(at < piece.size, found.astype(values.dtype), window(values)))
 
-    def visit(windows: Windows, values: jax.Array) -> jax.Array:
-        for i, window in windows.items():
-            values = look_up(window, layout.pieces[i], accumulator.pieces[i], values)
-        return values
-
-    return _visit(layout, indices, visit, jnp.zeros_like(accumulator.leaves[0][1], layout.dtype, indices.shape))
+        values = _visit(layout, i, bounds, indices.size, look_up, values)
+    return values
 
 
 def blanks(layout: Layout, indices: jax.Array) -> list[jax.Array]:
@@ -60,17 +58,21 @@ def put(
     The arrays are not flattened: XLA writes in place only where shapes are the same to the letter.
     """
 
-    def write(window: Window, piece: Piece, arrays: tuple[jax.Array, ...], news: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        at = _unravel(_places(piece, window(indices)), piece.shape)
-        return tuple(
-            x.at[at].set((window(new) if new.ndim else new).astype(x.dtype), mode="drop", wrap_negative_indices=False)
-            for x, new in zip(arrays, news, strict=True)
-        )
+    results = []
+    bounds = _bounds(layout, indices)
+    for i, (piece, arrays, news) in enumerate(zip(layout.pieces, rows, values, strict=True)):
 
-    def visit(windows: Windows, rows: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
-        return [write(windows[i], layout.pieces[i], row, values[i]) if i in windows else row for i, row in enumerate(rows)]
+        def write(
+            window: Window, arrays: tuple[jax.Array, ...], piece: Piece = piece, news: tuple[jax.Array, ...] = news
+        ) -> tuple[jax.Array, ...]:
+            at = _unravel(_places(piece, window(indices)), piece.shape)
+            return tuple(
+                x.at[at].set((window(new) if new.ndim else new).astype(x.dtype), mode="drop", wrap_negative_indices=False)
+                for x, new in zip(arrays, news, strict=True)
+            )
 
-    return _visit(layout, indices, visit, rows)
+        results.append(_visit(layout, i, bounds, indices.size, write, arrays))
+    return results
 
 
 class Window(NamedTuple):
@@ -87,40 +89,32 @@ class Window(NamedTuple):
         return lax.dynamic_update_slice(slots, values, (self.start,))
 
 
-Windows = dict[int, Window]  # by the number of the piece
+def _visit(layout: Layout, i: int, bounds: tuple[jax.Array, jax.Array], slots: int, visit: Callable[[Window, T], T], carry: T) -> T:
+    """Calls `visit` on windows that cover the slots whose indices lie in piece i.
 
-
-def _visit(layout: Layout, indices: jax.Array, visit: Callable[[Windows, T], T], carry: T) -> T:
-    """Calls `visit` with windows until they have covered, for each piece, the slots whose indices lie in it.
-
-    A single leaf's slots lie one behind the other; there can't be more of them than elements, so a small leaf needs one small window. A
-    large one takes, on CPU, as many windows as its slots fill; elsewhere, where a loop is a train of kernel launches, one with all slots.
-    So does a piece of several leaves, whose slots lie here and there. One loop goes through all leaves at once, since each loop takes as
-    long to compile as what is done in it.
+    A single leaf's slots lie one behind the other, from `bounds[0][i]` to `bounds[1][i]`; there can't be more of them than elements, so a
+    small leaf needs one small window. A large one takes, on CPU, as many windows as its slots fill; elsewhere, where a loop is a train of
+    kernel launches, one with all slots. So does a piece of several leaves, whose slots lie here and there.
     """
-    slots = indices.size
-    firsts, lasts = _bounds(layout, indices)
-    once: Windows = {}
-    widths: dict[int, int] = {}
-    for i, piece in enumerate(layout.pieces):
-        width = _width(slots * piece.size / layout.span)
-        if len(piece.leaves) > 1:
-            once[i] = Window(0, slots)
-        elif min(piece.size, slots) <= width:
-            once[i] = Window(firsts[i], min(piece.size, slots))
-        else:
-            widths[i] = width
-    if once:
-        carry = visit(once, carry)
-    if not widths:
-        return carry
-    pieces = np.asarray(list(widths))
-    rounds = jnp.max(-((firsts[pieces] - lasts[pieces]) // np.asarray(list(widths.values()), np.int32)))
+    piece = layout.pieces[i]
+    firsts, lasts = bounds
+    if len(piece.leaves) > 1:
+        return visit(Window(0, slots), carry)
+    width = _width(slots * piece.size / layout.span)
+    if min(piece.size, slots) <= width:
+        return visit(Window(firsts[i], min(piece.size, slots)), carry)
+
+    # the bounds stay in their arrays up to the loop: a scalar of its own for each piece would be a kernel each
+    def more(state: tuple[jax.Array, T]) -> jax.Array:
+        return firsts[i] + state[0] < lasts[i]
+
+    def once(state: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+        return state[0] + width, visit(Window(firsts[i] + state[0], width), state[1])
 
     def in_windows(carry: T) -> T:
-        return lax.fori_loop(0, rounds, lambda t, carry: visit({i: Window(firsts[i] + t * w, w) for i, w in widths.items()}, carry), carry)
+        return lax.while_loop(more, once, (jnp.int32(0), carry))[1]
 
-    return lax.platform_dependent(carry, cpu=in_windows, default=lambda carry: visit(dict.fromkeys(widths, Window(0, slots)), carry))
+    return lax.platform_dependent(carry, cpu=in_windows, default=lambda carry: visit(Window(0, slots), carry))
 
 
 def _width(even: float) -> int:

@@ -694,7 +694,7 @@ AT_CONSTRUCTION: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options", "message"), AT_CONSTRUCTION, ids=[f"{m}, {o}" for m, o, _ in AT_CONSTRUCTION])
+@pytest.mark.parametrize(("method", "options", "message"), AT_CONSTRUCTION, ids=[f"{m}, {text[:50]}" for m, _, text in AT_CONSTRUCTION])
 def test_at_construction(method: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(exdyna_jax, method)(**({"axis_name": AXIS} | options))
@@ -723,7 +723,7 @@ AT_INIT: list[tuple[str, dict[str, Any], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options", "params", "message"), AT_INIT, ids=[f"{m}, {o}" for m, o, *_ in AT_INIT])
+@pytest.mark.parametrize(("method", "options", "params", "message"), AT_INIT, ids=[f"{m}, {text[:50]}" for m, _, _, text in AT_INIT])
 def test_at_init(method: str, options: dict[str, Any], params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(exdyna_jax, method)(AXIS, **options).init(params)

@@ -40,4 +40,4 @@ def load(model: str) -> Task:
     """The task, with a tenth of the text held out."""
     samples = windows(read(), _LENGTH)["tokens"]
     held_out = np.arange(len(samples)) // _RUN % _OF == _OF - 1
-    return language_task({"tokens": samples[~held_out]}, {"tokens": samples[held_out]}, MODELS[model], 300, _RATES[model])
+    return language_task({"tokens": samples[~held_out]}, {"tokens": samples[held_out]}, MODELS[model], 500, _RATES[model])

@@ -242,7 +242,7 @@ def test_a_tree_too_large_for_its_indices() -> None:
 
 @pytest.mark.parametrize(("states", "found"), [((), 0), ((exdyna_jax.dense(None).init(W),) * 2, 2)])
 def test_metrics_of_no_state_or_of_two(states: Any, found: int) -> None:
-    with pytest.raises(ValueError, match=rf"holds {found} sparsifier states instead of one"):
+    with pytest.raises(ValueError, match=rf"holds {found} sparsifier or gossip states instead of one"):
         exdyna_jax.metrics(states)
 
 

@@ -154,7 +154,7 @@ def test_watchdog() -> None:
         (["--local=2", "--density=2"], "density=2.0 is not in (0, 1]"),
         (["--local=2", "--save-every=5"], "--save-every only goes with --checkpoint DIR"),
         (["--local=2", "--task=movielens"], "task='movielens' needs --data DIR"),
-        (["--local=2", "--model=lstm"], "model='lstm' does not go with it"),
+        (["--local=2", "--model=lstm"], "model='lstm' is not one of cnn, mlp"),
         (["--local=2", "--preset=paper"], "preset='paper' has no settings for task='digits'"),
     ],
 )

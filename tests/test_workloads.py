@@ -169,7 +169,7 @@ def test_batch_norm_is_averaged_over_the_workers() -> None:
         shapes = train.lay_out(jax.eval_shape(create, KEY), mesh)
         state = jax.jit(create, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
         before = jax.device_get((state.params, state.statistics))
-        mapped = train.by_shard_map(task, shapes, key, task.train, settings.batch)
+        mapped = train.by_shard_map(task, shapes, key, task.train, settings)
         state, told = mapped.step(state, task.train)
         exdyna_jax.assert_replicas_equal((state.params, state.statistics))
         middle = jax.device_get((state.params, state.statistics))
@@ -215,7 +215,7 @@ def test_a_run(task: str) -> None:
     assert len(result.history["loss"]) == 3
     assert result.quality[measures[0]] == pytest.approx(math.exp(result.loss) if task == "text" else result.accuracy)
     if task == "text":
-        assert abs(result.loss - math.log(256)) < 0.5
+        assert 0 < result.loss < math.log(256) + 0.1, "no worse than the model that knows nothing of bytes"
         assert 0 < result.bytes_sent < result.bytes_dense / 4
 
 
@@ -223,7 +223,8 @@ CHOICES: list[tuple[tuple[str, str | None, str | None], str]] = [
     (("tea", None, None), "task='tea' is not one of digits, text, recommend, cifar10, cifar100, wikitext2, movielens"),
     (("cifar10", None, None), "task='cifar10' needs --data DIR, a directory with the python version of CIFAR-10"),
     (("digits", "here", None), "task='digits': data='here' does not go with it: its data is at hand"),
-    (("digits", None, "vgg16"), "task='digits': model='vgg16' does not go with it: it has a model of its own"),
+    (("digits", None, "vgg16"), "task='digits': model='vgg16' is not one of cnn, mlp"),
+    (("recommend", None, "vgg16"), "task='recommend': model='vgg16' does not go with it: it has a model of its own"),
     (("text", None, "gpt"), "task='text': model='gpt' is not one of lstm, lstm_untied, transformer"),
 ]
 

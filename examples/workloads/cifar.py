@@ -78,7 +78,7 @@ def _read_file(path: Path, version: Version, form: str) -> tuple[np.ndarray, np.
     return images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), np.array(labels, np.int32)
 
 
-def _normalized(images: jax.Array) -> jax.Array:
+def _normalised(images: jax.Array) -> jax.Array:
     mean, scale = (jnp.expand_dims(jnp.array(x, jnp.float32), (0, 1, 2)) for x in (_MEAN, _SCALE))
     return (images.astype(jnp.float32) / 255 - mean) / scale
 
@@ -108,14 +108,14 @@ def image_task(train: Columns, test: Columns, network: nn.Module) -> Task:
         params: Params, statistics: Statistics, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[Statistics, dict[str, jax.Array]]]:
         key_images, key_dropout = jax.random.split(key)
-        images = _normalized(_augmented(batch["image"], key_images))
+        images = _normalised(_augmented(batch["image"], key_images))
         variables = {"params": params, "batch_stats": statistics}
         logits, after = network.apply(variables, images, train=True, mutable=["batch_stats"], rngs={"dropout": key_dropout})
         means = jax.tree.map(jnp.mean, judge(logits, batch["label"]))
         return means.pop("loss"), (after["batch_stats"], means)
 
     def score(params: Params, statistics: Statistics, batch: Batch) -> dict[str, jax.Array]:
-        logits = network.apply({"params": params, "batch_stats": statistics}, _normalized(batch["image"]), train=False)
+        logits = network.apply({"params": params, "batch_stats": statistics}, _normalised(batch["image"]), train=False)
         return judge(logits, batch["label"])
 
     return Task(train, test, init, loss, score, _STEPS, _RATES)

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -157,6 +157,7 @@ def _curves(panel: Axes, title: str, shown: Sequence[tuple[Case, list[Result]]])
         panel.plot(steps, smooth.mean(axis=0), color=style.color, linestyle=style.line, linewidth=1.6)
         if len(runs) > 1:
             panel.fill_between(steps, smooth.min(axis=0), smooth.max(axis=0), color=style.color, alpha=0.15, linewidth=0)
+    panel.set_yscale("log")
     _dress(panel, title, "step")
 
 
@@ -168,14 +169,18 @@ def _qualities(panel: Axes, rows: Sequence[Row]) -> None:
         panel.annotate(f"{row.density:g}", (row.megabytes, value), xytext=(6, 4), textcoords="offset points", fontsize=8, color="0.35")
     panel.set_xscale("log")
     measure = next(iter(rows[0].quality)) if rows else ""
-    _dress(panel, f"{measure}, held out, over MB sent by a worker; beside the marker the density", "MB")
+    _dress(panel, f"{measure}, held out; beside the marker the density", "MB sent by a worker")
 
 
 def _dress(panel: Axes, title: str, along: str) -> None:
     panel.set_title(title, loc="left", fontsize=9)
     panel.set_xlabel(along)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.yaxis.set_major_locator(MaxNLocator(6))
+    bottom, top = panel.get_ylim()
+    wide = panel.get_yscale() == "log" and top > 10 * bottom
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.grid(alpha=0.25)
 
 

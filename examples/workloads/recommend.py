@@ -33,5 +33,5 @@ def load() -> Task:
     """The task, with a tenth of the pairs held out."""
     pairs, users, items = read()
     held_out = np.random.default_rng(_SPLIT).random(len(pairs)) < _TEST_SHARE
-    network = NeuMF(users, items, factors=16, layers=(32, 16), spread=0.1)
+    network = NeuMF(users, items, factors=4, layers=(64, 32), spread=0.1)
     return ranking_task(pairs[~held_out], pairs[held_out], users, items, network, 3000, {"sgd": 2.0, "adamw": 0.01})

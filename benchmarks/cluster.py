@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from cli import Parser, output_file, picture_file
 from exdyna_jax import plan
-from network import UNLIMITED, Network, address, burst_bytes, network, read_rate, show_rate
+from network import KEEP_FREED, UNLIMITED, Network, address, burst_bytes, network, read_rate, show_rate
 from palette import look
 from worker import METHODS
 
@@ -38,8 +38,6 @@ SMALL, LARGE, SECONDS_OF_LARGE = 300_000, 100_000_000, 1.0  # bytes of the trans
 BUDGET_S, LEAST_STEPS = 40.0, 3  # a row stops after so many seconds, but not before so many steps
 EMPTY_STEPS = 20
 PORT = 5000
-# glibc keeps what is freed: otherwise the fresh pages of each large array cost more than the update; the same for all workers
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**33), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
 
 
 class Link(NamedTuple):
@@ -54,7 +52,7 @@ class Link(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bit/s to reckon with: what was asked for, or, where that is without limit, what was found."""
+        """Bit/s that were asked for, or, where that is without limit, that were found."""
         return self.large if self.rate == UNLIMITED else self.rate
 
 
@@ -107,13 +105,13 @@ def evaluate(measured: Sequence[Measured], links: dict[float, Link], density: fl
 
 
 def _predict(m: Measured, link: Link, density: float, workers: int) -> tuple[float, float] | None:
-    """Milliseconds and bytes by `plan`, which is told the link, the latency of a message, and the worker's own work."""
+    """Milliseconds and bytes by `plan`, which is told what the link carries, the latency of a message, and the worker's own work."""
     if m.method not in PLANNED:
         return None
     name = PLANNED[m.method]
     latency = link.empty_ms / 1e3 / (3 * (workers - 1))  # once around the ring for the gather, twice for the sum
     work = {name.split()[0]: m.local_ms / m.size * 1e6}
-    cost = plan(m.size, density, workers, bandwidth=link.bandwidth, latency=latency, selection=work).costs[name]
+    cost = plan(m.size, density, workers, bandwidth=link.large, latency=latency, selection=work).costs[name]
     return cost.seconds * 1e3, cost.bytes_sent
 
 
@@ -160,7 +158,7 @@ def cluster(net: Network) -> Iterator[Cluster]:
 @contextmanager
 def _worker(net: Network, rank: int, log: IO[str]) -> Iterator["subprocess.Popen[str]"]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    environment |= {"JAX_PLATFORMS": "cpu"} | MALLOC
+    environment |= {"JAX_PLATFORMS": "cpu"} | KEEP_FREED
     command = [sys.executable, str(Path(__file__).with_name("worker.py")), f"{rank}", f"{net.size}", f"{address(0)}:{PORT}"]
     pipe = subprocess.PIPE
     worker = subprocess.Popen([*net.inside(rank), *command], env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
@@ -316,7 +314,7 @@ def to_json(asked: Asked, figures: Figures) -> str:
         return named._asdict() | {"rate": show_rate(named.rate)}
 
     rows = [of(row.measured) | {name: value for name, value in row._asdict().items() if name != "measured"} for row in figures.rows]
-    told = {"density": asked.density, "workers": asked.workers, "startup_s": figures.startup_s, "allocator": MALLOC}
+    told = {"density": asked.density, "workers": asked.workers, "startup_s": figures.startup_s, "allocator": KEEP_FREED}
     return json.dumps(told | {"links": [of(link) for link in figures.links.values()], "rows": rows}, indent=2) + "\n"
 
 

@@ -21,6 +21,14 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 UNLIMITED = math.inf
+# glibc keeps what is freed, and all threads of a process share one arena: otherwise the fresh pages of each large array cost more than an
+# update. The same for all methods.
+KEEP_FREED = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _BURST_S, _BURST_LEAST, _BURST_MOST = 250e-6, 4_500, 128_000  # what passes unshaped: so many seconds of the rate, within so many bytes
 _PACKET = 65_536  # bytes that TCP hands to a link at once, if it may

@@ -27,14 +27,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from cli import Parser, output_file, picture_file
-from network import Network, address, network, read_rate, show_rate
+from network import KEEP_FREED, Network, address, network, read_rate, show_rate
 from palette import look
 
 PROCESSES, PORT = 4, 5000
 AVERAGED = 10  # steps
 LIMIT = 1800.0  # seconds that a run may take
-# glibc keeps what is freed, for all methods alike
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**33), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
 
 
 class Trained(NamedTuple):
@@ -65,7 +63,7 @@ def train(net: Network, method: str, seed: int, arguments: argparse.Namespace, f
         hosts = []
         for rank, log in enumerate(logs):
             more = [f"--rank={rank}"] + ([f"--json={figures}"] if rank == 0 else [])
-            environment = os.environ | {"JAX_PLATFORMS": "cpu"} | MALLOC
+            environment = os.environ | {"JAX_PLATFORMS": "cpu"} | KEEP_FREED
             hosts.append(subprocess.Popen([*net.inside(rank), *command, *more], env=environment, stdout=log, stderr=subprocess.STDOUT))
             stack.callback(hosts[-1].wait)
             stack.callback(hosts[-1].kill)

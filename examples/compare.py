@@ -102,7 +102,7 @@ def main() -> None:
     add_task_flags(runs)
     runs.add_argument("--seeds", type=_seeds, help="separated by commas; default: 0")
     runs.add_argument("--workers", type=int, help=f"each on a device of its own; default: {Settings.workers}")
-    runs.add_argument("--batch", type=int, help=f"samples per worker and step; default: {Settings.batch}")
+    runs.add_argument("--batch", type=int, help="samples per worker and step; default: the task's own")
     runs.add_argument("--optimizer", choices=OPTIMIZERS, help=f"default: {Settings.optimizer}")
     runs.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
     runs.add_argument("--simulate", action="store_true", default=None, help="all workers on one device instead")

@@ -156,13 +156,14 @@ def _train(job: Job, watchdog: Watchdog) -> None:
     shares = job.shares or [1.0] * jax.process_count()
     if len(shares) != jax.process_count():
         raise ValueError(f"there are {len(shares)} shares for {jax.process_count()} processes")
-    own: Columns | None = None
+    own, batch = None, 0
     wrong: ValueError | None = None
     try:
-        own = shard(load_task(settings.task, settings.data, settings.model).train, jax.process_index(), shares)
+        task = load_task(settings.task, settings.data, settings.model)
+        own, batch = shard(task.train, jax.process_index(), shares), settings.samples(task)
     except ValueError as error:  # the others would wait
         wrong = error
-    _agree(job, settings, own, wrong)
+    _agree(job, settings, own, batch, wrong)
     console, first = Console(), jax.process_index() == 0
     with progress(console) as show:
         saves = job.output.saves(console.print)
@@ -172,19 +173,19 @@ def _train(job: Job, watchdog: Watchdog) -> None:
         job.output.write(result)
 
 
-def _agree(job: Job, settings: Settings, own: Columns | None, wrong: ValueError | None) -> None:
+def _agree(job: Job, settings: Settings, own: Columns | None, batch: int, wrong: ValueError | None) -> None:
     """All processes raise a ValueError if one of them was started with other settings, can't read its data, or has too little of it."""
     alike = replace(settings, data=settings.data and "each its own")
     asked = hashlib.sha256(repr((alike, job.output.checkpoint, job.output.save_every, job.by)).encode()).digest()
-    mine = np.array([int.from_bytes(asked[:4]), 0 if own is None else count(own), jax.local_device_count()], np.uint32)
+    mine = np.array([int.from_bytes(asked[:4]), 0 if own is None else count(own), jax.local_device_count(), batch], np.uint32)
     everyone = multihost_utils.process_allgather(mine)
-    for process, (other, samples, workers) in enumerate(everyone.reshape(-1, 3)):
-        if other != everyone.reshape(-1, 3)[0, 0]:
+    for process, (other, samples, workers, each) in enumerate(everyone.reshape(-1, mine.size)):
+        if other != everyone.flat[0]:
             raise ValueError(f"process {process} was started with other settings than process 0")
         if samples == 0:
             raise Unreadable(process, wrong)
         try:
-            check_share(settings, int(samples), int(workers))
+            check_share(int(each), int(samples), int(workers))
         except ValueError as error:
             raise ValueError(f"process {process}: {error}") from error
 

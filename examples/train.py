@@ -96,14 +96,14 @@ OPTIMIZERS: dict[str, Callable[[optax.Schedule, float], optax.GradientTransforma
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, and how. Steps and learning rate are the task's own where they are None, or the preset's."""
+    """What to train, and how. Steps, batch and learning rate are the task's own where they are None, or the preset's."""
 
     method: str = "exdyna"
     task: str = "digits"
     density: float = 0.01
     workers: int = 8
     steps: int | None = None
-    batch: int = 32
+    batch: int | None = None
     seed: int = 0
     optimizer: str = "sgd"
     learning_rate: float | None = None
@@ -120,7 +120,7 @@ class Settings:
             f"density={self.density} is not in (0, 1]": 0 < self.density <= 1,
             f"workers={self.workers} is not a positive number": self.workers >= 1,
             f"steps={self.steps} is not a positive number": self.steps is None or self.steps >= 1,
-            f"batch={self.batch} is not a positive number": self.batch >= 1,
+            f"batch={self.batch} is not a positive number": self.batch is None or self.batch >= 1,
             f"seed={self.seed} is not in 0..4294967295": 0 <= self.seed < 2**32,
             f"learning_rate={self.learning_rate} is not a positive number": self.learning_rate is None or 0 < self.learning_rate < math.inf,
             f"momentum={self.momentum} is not in [0, 1)": 0 <= self.momentum < 1,
@@ -131,6 +131,10 @@ class Settings:
         check_choice(self.task, self.data, self.model)
         if self.preset is not None:
             recipe_of(self.preset, self.task)
+
+    def samples(self, task: Task) -> int:
+        """That a worker takes for a step."""
+        return self.batch or task.batch
 
     @property
     def recipe(self) -> Recipe | None:
@@ -175,7 +179,7 @@ def by_shard_map(task: Task, shapes: Any, key: jax.Array, columns: Columns, sett
     """The step as one program over the mesh."""
     mesh = mesh_of(shapes)
     rows = NamedSharding(mesh, P(AXIS))
-    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(columns, settings.batch * mesh.size, rows)).compile()
+    compiled = make_step(task, shapes, key).lower(shapes, _batch_shapes(columns, settings.samples(task) * mesh.size, rows)).compile()
     return Mapped(lambda state, batch: compiled(state, jax.make_array_from_process_local_data(rows, batch)))
 
 
@@ -194,7 +198,7 @@ def by_vmap(task: Task, shapes: Any, key: jax.Array, columns: Columns, settings:
         return each(state, lambda leaf: leaf[:, 0]), measured
 
     everywhere = NamedSharding(mesh_of(shapes), P())
-    return Mapped(run.lower(shapes, _batch_shapes(columns, settings.batch * settings.workers, everywhere)).compile())
+    return Mapped(run.lower(shapes, _batch_shapes(columns, settings.samples(task) * settings.workers, everywhere)).compile())
 
 
 def train(
@@ -232,6 +236,7 @@ def train(
     steps = course.steps
     asked = asdict(settings) | {
         "steps": steps,
+        "batch": settings.samples(task),
         "learning_rate": course.peak,
         "density": settings.density if method.thins else 1.0,
     }
@@ -239,7 +244,7 @@ def train(
 
     mesh = make_mesh(devices or settings.workers)
     here = len(mesh.local_devices) * settings.workers // mesh.size  # workers of this process
-    check_share(settings, count(columns), here)
+    check_share(asked["batch"], count(columns), here)
     key, key_init = jax.random.split(jax.random.key(settings.seed))
 
     create = partial(_create, task, make_optimizer(settings, course))
@@ -258,7 +263,7 @@ def train(
     began = time.perf_counter() - log.seconds
     # a process that runs ahead of the others can't tell in which step one of them has died
     fetch_every = _FETCH_EVERY if jax.process_count() == 1 else 1
-    for step, batch in enumerate(training_batches(columns, settings.batch * here, settings.seed, log.step, steps), start=log.step + 1):
+    for step, batch in enumerate(training_batches(columns, asked["batch"] * here, settings.seed, log.step, steps), start=log.step + 1):
         watch(f"step {step}", step == log.step + 1)
         state, measured = mapped.step(state, alter(step, batch))
         pending.append(measured)
@@ -277,7 +282,7 @@ def train(
     last = mapped.leave(state)
     if method.gossips:
         last = last.replace(params=jax.jit(average_params, out_shardings=NamedSharding(mesh, P()))(last.params))
-    scores = evaluate(task, last, mesh, settings.batch * settings.workers)
+    scores = evaluate(task, last, mesh, asked["batch"] * settings.workers)
     return Result(
         **asked,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(last.params)),
@@ -294,11 +299,11 @@ def train(
 train_simulated = partial(train, map_step=by_vmap, devices=1)  # the same with all workers on one device
 
 
-def check_share(settings: Settings, samples: int, workers: int) -> None:
+def check_share(batch: int, samples: int, workers: int) -> None:
     """Raises a ValueError if a process has too few samples for one batch of its workers."""
     share = samples // workers
-    if settings.batch > share:
-        raise ValueError(f"batch={settings.batch} is more than a worker's share: {share} of {samples} samples with {workers} workers")
+    if batch > share:
+        raise ValueError(f"batch={batch} is more than a worker's share: {share} of {samples} samples with {workers} workers")
 
 
 def _fetch(pending: list[dict[str, jax.Array]], history: History) -> None:
@@ -336,7 +341,7 @@ class Course(NamedTuple):
 def course_of(settings: Settings, task: Task) -> Course:
     """That of the preset; without one the learning rate warms up for a tenth of the steps and falls as a cosine."""
     if settings.recipe:
-        samples = settings.batch * settings.workers
+        samples = settings.samples(task) * settings.workers
         epoch = max(count(task.train) // samples, 1)
         peak = settings.recipe.peak(samples)
         return Course(settings.steps or settings.recipe.epochs * epoch, peak, settings.recipe.schedule(peak, epoch))
@@ -508,7 +513,7 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument("--method", choices=METHODS, help=f"default: {Settings.method}")
     parser.add_argument("--density", type=float, help=f"share of the gradient to send, in (0, 1]; default: {Settings.density}")
     parser.add_argument("--steps", type=int, help="default: the task's own")
-    parser.add_argument("--batch", type=int, help=f"samples per worker and step; default: {Settings.batch}")
+    parser.add_argument("--batch", type=int, help="samples per worker and step; default: the task's own")
     parser.add_argument("--seed", type=int, help=f"of parameters, order of the data, and dropout; default: {Settings.seed}")
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, help=f"what makes a step of the exchanged gradient; default: {Settings.optimizer}"

@@ -29,9 +29,10 @@ class Task(NamedTuple):
     # (parameters, statistics, batch) -> one number a sample: "loss", and "accuracy", which is the share of right answers, whatever the
     # task asks
     score: Callable[[Params, Statistics, Batch], dict[str, jax.Array]]
-    steps: int  # a dense run of 8 workers with 32 samples each converges in these steps
+    steps: int  # a dense run of 8 workers converges in these steps
     learning_rates: Mapping[str, float]  # optimizer -> peak learning rate
     measures: Callable[[Mapping[str, float]], dict[str, float]] = by_accuracy  # held-out means of the scores -> what the task is judged by
+    batch: int = 32  # samples that a worker takes for a step
 
 
 def count(columns: Columns) -> int:

@@ -47,7 +47,7 @@ def distances(tx: Any, n: int, size: int, steps: int, seed: int) -> list[float]:
         return x + update, state
 
     def distance(x: jax.Array, mean: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.mean(jnp.sum((x - mean) ** 2, axis=1)))
+        return jnp.sqrt(jnp.mean(jnp.sum((x - mean[None]) ** 2, axis=1)))
 
     @jax.jit
     def run(x: jax.Array) -> jax.Array:

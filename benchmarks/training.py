@@ -2,10 +2,10 @@
 
 Each of four processes runs examples/multihost.py in a network namespace of its own, at the end of a link that is limited in both
 directions (`network.py`); the model is a perceptron of 2.1e6 parameters on the digits. Seconds count from the first step on, and the loss
-is that of the batches, averaged over ten steps. Needs root. A full run takes about 15 minutes on an idle machine with two cores.
+is that of the batches, averaged over ten steps. Needs root. A full run takes about 18 minutes on a machine with two cores.
 
-    sudo python benchmarks/training.py [--rate 100Mbit] [--methods dense exdyna] [--density 0.01] [--seeds 0 1 2] [--steps 200] [--loss 0.25]
-                                       [--json FILE] [--plot FILE]
+    sudo python benchmarks/training.py [--rate 100Mbit] [--methods dense exdyna] [--density 0.01] [--seeds 0 1 2] [--steps 200]
+                                       [--loss 0.25] [--json FILE] [--plot FILE]
 """
 
 import argparse

@@ -121,7 +121,7 @@ def uninterrupted(folder: Path, steps: int) -> Uninterrupted:
 
 
 def interrupt(run: Run, number: signal.Signals, victim: int, after: float) -> Row | None:
-    """Hits one host after so many seconds of steps. None if the run was over before."""
+    """Hits one host after so many seconds of steps. None if the run was over before, or for all others as if nothing had happened."""
     others = [rank for rank in range(PROCESSES) if rank != victim]
     run.first_steps()
     if None not in run.statuses([0], after):
@@ -129,17 +129,19 @@ def interrupt(run: Run, number: signal.Signals, victim: int, after: float) -> Ro
     run.signal(victim, number)
     hit = time.monotonic()
     statuses = run.statuses(others)
+    seconds = time.monotonic() - hit
+    if number == signal.SIGSTOP:
+        run.signal(victim, signal.SIGCONT)
+        thawed = run.statuses([victim], 60.0)[0]
     if not any(statuses):
         return None
-    seconds = time.monotonic() - hit
     row: Row = {"signal": number.name, "victim": victim, "seconds": round(seconds, 1), "statuses": statuses}
     row["lines"] = [run.logs[rank].read_text().rstrip().rpartition("\n")[2] for rank in others]
     row["first said"] = [
         next((line for line in run.logs[rank].read_text().splitlines() if re.match(r"process \d+ of \d+: ", line)), "") for rank in others
     ]
     if number == signal.SIGSTOP:
-        run.signal(victim, signal.SIGCONT)
-        row["victim's status, thawed"] = run.statuses([victim], 60.0)[0]
+        row["victim's status, thawed"] = thawed
     return row
 
 
@@ -158,12 +160,14 @@ def until_over(
         run = Run(folder, name, steps, next(starts))
         with contextlib.closing(run):
             row = interrupt(run, signals[0], moments.randrange(PROCESSES), moments.uniform(0, rest)) if signals else None
-            if row is None:
-                if run.statuses([0]) != [0]:
-                    raise RuntimeError(f"{name} failed:\n{run.logs[0].read_text()}")
-                return
-        signals.pop(0)
-        tell(row | {"run": name})
+            status = None if row else run.statuses([0])[0]
+        if row:
+            signals.pop(0)
+            tell(row | {"run": name})
+        elif status == 0:
+            return
+        elif status != -signal.SIGKILL:  # host 0 may have been hit when all but it had ended; the next start finds the last save
+            raise RuntimeError(f"{name} failed:\n{run.logs[0].read_text()}")
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def shard(columns: Columns, process: int, shares: list[float]) -> Columns:
 class Unreadable(ValueError):
     """Data that a process can't read: only that one knows why."""
 
-    def __init__(self, process: int, wrong: ValueError | None) -> None:
+    def __init__(self, process: int, wrong: Exception | None) -> None:
         super().__init__(f"process {process}: {wrong}")
         self.process = process
 
@@ -157,11 +157,14 @@ def _train(job: Job, watchdog: Watchdog) -> None:
     if len(shares) != jax.process_count():
         raise ValueError(f"there are {len(shares)} shares for {jax.process_count()} processes")
     own, batch = None, 0
-    wrong: ValueError | None = None
+    wrong: ValueError | OSError | None = None
     try:
         task = load_task(settings.task, settings.data, settings.model)
         own, batch = shard(task.train, jax.process_index(), shares), settings.samples(task)
-    except ValueError as error:  # the others would wait
+        if not count(own):
+            raise ValueError(f"shares={shares} leave it without samples")
+    except (ValueError, OSError) as error:  # the others would wait
+        own = None
         wrong = error
     _agree(job, settings, own, batch, wrong)
     console, first = Console(), jax.process_index() == 0
@@ -173,7 +176,7 @@ def _train(job: Job, watchdog: Watchdog) -> None:
         job.output.write(result)
 
 
-def _agree(job: Job, settings: Settings, own: Columns | None, batch: int, wrong: ValueError | None) -> None:
+def _agree(job: Job, settings: Settings, own: Columns | None, batch: int, wrong: Exception | None) -> None:
     """All processes raise a ValueError if one of them was started with other settings, can't read its data, or has too little of it."""
     alike = replace(settings, data=settings.data and "each its own")
     asked = hashlib.sha256(repr((alike, job.output.checkpoint, job.output.save_every, job.by)).encode()).digest()

@@ -52,9 +52,9 @@ def _recent(history: History) -> str:
     def mean(name: str) -> float:
         return float(np.mean(history[name][-_RECENT:]))
 
-    saved = sum(history["bytes_dense"]) - sum(history["bytes_sent"])
+    saved = round((sum(history["bytes_dense"]) - sum(history["bytes_sent"])) / 1e6, 1) + 0.0  # never -0.0
     figure = f"density {mean('density'):.4g}" if "density" in history else f"apart {mean('consensus_distance'):.3g}"
-    return f"loss {mean('loss'):.3f}  acc {mean('accuracy'):.1%}  {figure}  saved {saved / 1e6:.1f} MB"
+    return f"loss {mean('loss'):.3f}  acc {mean('accuracy'):.1%}  {figure}  saved {saved:.1f} MB"
 
 
 @contextmanager

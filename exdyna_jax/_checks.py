@@ -59,7 +59,7 @@ def _dtype(argument: str, dtype: Any) -> str:
 
 
 def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _is_number(x: Any) -> bool:
@@ -108,7 +108,7 @@ def workers_at_init(axes: tuple[str, ...], num_workers: int | None) -> tuple[int
     if bound is None and num_workers is None:
         raise ValueError(
             f"init was called outside the axis {axes} and num_workers is not given. Call it inside shard_map or pmap over that axis, "
-            "or give num_workers=n to get the residuals of all n workers, to be sharded by state_specs."
+            "or give num_workers=n to get the state of all n workers, to be sharded by state_specs."
         )
     if bound is not None and num_workers is not None and bound != num_workers:
         raise ValueError(_contradicts(axes, bound, num_workers))
@@ -218,6 +218,9 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any) -> None:
 
 def check_gossip(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
     """Options that both kinds of gossip share, at construction."""
+    for name, value in options._asdict().items():
+        if isinstance(value, jax.Array):
+            raise ValueError(_is_static(name))
     n, groups = options.num_workers, options.groups
     if n is not None and (not _is_int(n) or n < 1):
         raise ValueError(f"num_workers={n!r} is not a positive int: give the number of workers along the axis, or leave it out.")
@@ -237,14 +240,18 @@ def check_gossip(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> 
 
 
 def check_seed(seed: Any) -> None:
+    if isinstance(seed, jax.Array):
+        raise ValueError(_is_static("seed"))
     if not _is_int(seed) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} is not an int in [0, 2**32).")
 
 
 def check_keep(keep: Any) -> tuple[float, ...]:
-    """What each worker keeps; one number for all of them, or n."""
+    """What each worker keeps; one number for all of them, or n. What float32 takes for 0 or 1 is that."""
+    if isinstance(keep, jax.Array):
+        raise ValueError(_is_static("keep"))
     shares = tuple(keep) if isinstance(keep, (tuple, list, np.ndarray)) else (keep,)
-    if not shares or not all(isinstance(x, (int, float, np.floating)) and 0 < x < 1 for x in shares):
+    if not shares or not all(isinstance(x, (int, float, np.floating)) and 0 < np.float32(x) < 1 for x in shares):
         raise ValueError(f"keep={keep!r} is not a share in (0, 1), nor a sequence of one for each worker. Try 0.5.")
     return tuple(map(float, shares))
 
@@ -270,6 +277,24 @@ def check_has_rows(params: Any, n: int) -> None:
             )
 
 
+def check_rows_alike(params: Any, weight: Any) -> None:
+    """Parameters of all workers, and push-sum weights if there are some."""
+    check_params(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in leaves:
+        if takes_part(leaf) and leaf.ndim == 0:
+            raise ValueError(f"Parameter {path_name(path)} is a scalar, without a row for each worker: these are one worker's parameters.")
+    rows = {leaf.shape[0]: path for path, leaf in leaves if takes_part(leaf)}
+    if len(rows) > 1:
+        (n, one), (m, other) = list(rows.items())[:2]
+        raise ValueError(
+            f"Parameter {path_name(one)} has {n} rows, {path_name(other)} has {m}: give the parameters of all workers, [n, *shape] each; "
+            "those that are averaged already have none."
+        )
+    if weight is not None and rows and jnp.size(weight) != next(iter(rows)):
+        raise ValueError(f"weight has shape {jnp.shape(weight)}, but there are {next(iter(rows))} workers: give one for each.")
+
+
 def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tuple[str, ...], num_workers: int | None) -> None:
     """What is mixed, at trace time; `own` is what the state holds of this worker alone."""
     if params is None:
@@ -288,10 +313,23 @@ def check_mixing(updates: Any, params: Any, own: Any, workers: Workers, fast: tu
     given: Any = jax.tree.structure(updates)
     wanted: Any = jax.tree.structure(params)
     if given != wanted:
-        raise ValueError(f"The updates are {given}, but the parameters {wanted}.")
+        raise ValueError(f"The updates are {given}, but the parameters {wanted}: give update the parameters that the updates are for.")
     for (path, p), u in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(updates), strict=True):
-        if takes_part(p) and (u.shape != p.shape or not jnp.issubdtype(u.dtype, jnp.floating)):
-            raise ValueError(f"The update of {path_name(path)} is {u.dtype}{u.shape}, the parameter {p.dtype}{p.shape}.")
+        if not takes_part(p):
+            continue
+        name = path_name(path)
+        if not hasattr(u, "dtype") or not hasattr(u, "shape"):
+            raise ValueError(f"The update of {name} is a {type(u).__name__}, not an array: make it one with jnp.asarray.")
+        if u.shape != p.shape or not jnp.issubdtype(u.dtype, jnp.floating):
+            raise ValueError(
+                f"The update of {name} is {jnp.dtype(u.dtype).name}{u.shape}, the parameter {p.dtype}{p.shape}: an update has the shape of "
+                "its parameter, and is real floating point."
+            )
+        if jnp.finfo(u.dtype).nmant < jnp.finfo(p.dtype).nmant:
+            raise ValueError(
+                f"The update of {name} is {u.dtype}, the parameter {p.dtype}: what is mixed would be rounded to {u.dtype}. Make updates as "
+                "wide as the parameters before they are mixed."
+            )
     rows = {x.shape for x in jax.tree.leaves(own)}
     if rows != {(1,)}:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from exdyna_jax._checks import check_workers
+from exdyna_jax._checks import check_rows_alike, check_workers
 from exdyna_jax._layout import takes_part, widest
 
 
@@ -44,12 +44,17 @@ def average_params(params: Any, weight: jax.Array | None = None) -> Any:
       The same tree with leaves `[*shape]`, averaged in at least float32 and rounded to their dtype; of leaves that are not real floating
       point the first worker's.
 
+    Raises:
+      ValueError: for leaves without rows, or with different numbers of them, and for a number of weights that is another one.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import exdyna_jax
       >>> print(exdyna_jax.average_params(jnp.array([[1.0, 2.0], [3.0, 6.0]])))
       [2. 4.]
     """
+
+    check_rows_alike(params, weight)
 
     def average(x: jax.Array) -> jax.Array:
         return _mean(x, weight).astype(x.dtype) if takes_part(x) else x[0]
@@ -68,12 +73,16 @@ def consensus_distance(params: Any) -> jax.Array:
     Returns:
       float32 [].
 
+    Raises:
+      ValueError: for leaves without rows, or with different numbers of them.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import exdyna_jax
       >>> print(exdyna_jax.consensus_distance(jnp.array([[1.0, 2.0], [3.0, 2.0]])))
       1.0
     """
+    check_rows_alike(params, None)
     leaves = [x for x in jax.tree.leaves(params) if takes_part(x)]
     squares = [jnp.sum((x.astype(_wide(x)) - _mean(x, None)[None]) ** 2, dtype=jnp.float32) / x.shape[0] for x in leaves]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
@@ -83,6 +92,7 @@ def _mean(x: jax.Array, weight: jax.Array | None) -> jax.Array:
     wide = x.astype(_wide(x))
     if weight is None:
         return jnp.mean(wide, axis=0)
+    weight = jnp.asarray(weight).reshape(-1)
     share = (weight / jnp.sum(weight)).astype(wide.dtype)
     return jnp.tensordot(share, wide, axes=1, precision=jax.lax.Precision.HIGHEST)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -101,8 +102,10 @@ def crossover(
 
     **Hierarchical.** The updates are averaged inside a group, where all then have equal parameters, and the groups gossip: with
     `group_axis` a group is all workers along another mesh axis, with `groups` it is neighbouring workers along `axis_name`. Averaging
-    the updates of SGD with momentum is averaging gradients. Before an optimizer that is not linear in them (Adam, LARS), average the
-    gradients along the other axis with `jax.lax.pmean` instead, and leave `group_axis` out.
+    the updates of SGD is averaging gradients. What an optimizer keeps (momentum, moments) is made of gradients that differ inside the
+    group: with `groups` each worker has its own, in its row; along `group_axis` there are no rows. So before an optimizer that keeps
+    something, or is not linear in the gradients (Adam, LARS), average them along the other axis with `jax.lax.pmean`, and leave
+    `group_axis` out.
 
     Args:
       axis_name: mesh axis of the workers (of the groups, with `group_axis`), a tuple of axes, or None for a single worker, which mixes
@@ -211,10 +214,10 @@ def sgp(
 
 
 def _rows_of(asked: Any, seed: int) -> Callable[[int], Rows]:
-    if isinstance(asked, (int, float)):
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+    if isinstance(asked, (int, float, np.number)):
+        if isinstance(asked, bool) or not isinstance(asked, (int, np.integer)) or asked < 1:
             raise ValueError(f"pool={asked!r} is not a positive int, the number of sets of permutations, nor permutations [m, n].")
-        return lambda n: pool(n, asked, seed)
+        return lambda n: pool(n, int(asked), int(seed))
     rows = check_rows(asked)
 
     def given(n: int) -> Rows:
@@ -248,15 +251,13 @@ def _gossip(
         check_groups(options.groups, keep, n)
         if bound_size(axes) is None:
             check_has_rows(params, n)
-        leaves = jax.tree.leaves(params)
-        sizes = bytes_of(leaves, make_segments(params, segments)) // rows
         own = to_varying((jnp.ones(rows, jnp.float32), jnp.zeros(rows, jnp.float32)), axes)
         return GossipState(
             steps=jnp.int32(0),
             weight=None if keep is None else own[0],
             squared_distance=own[1],
             bytes_sent=jnp.float32(0),
-            bytes_dense=jnp.float32(2 * (n - 1) / n * sizes),
+            bytes_dense=_dense_bytes(params, segments, n * (bound_size(fast) or 1)) / rows,
         )
 
     def update(
@@ -265,6 +266,9 @@ def _gossip(
         del extra_args
         if not isinstance(state, GossipState):
             raise ValueError(f"The state is a {type(state).__name__}, not a GossipState: hand in what init returned, or the last update.")
+        if (state.weight is None) != (keep is None):
+            made, given = ("crossover", "sgp") if keep is not None else ("sgp", "crossover")
+            raise ValueError(f"The state was made by {made}, and this is {given}: call its init. Average the parameters first.")
         workers = bind(axes)
         check_mixing(updates, params, (state.squared_distance, state.weight), workers, fast, options.num_workers)
         check_groups(options.groups, keep, workers.size)
@@ -278,7 +282,10 @@ def _gossip(
         steps = _mean_in_group([alike(leaves[i], p) for i, p in zip(part, old, strict=True)], members, workers, fast)
         if state.weight is not None:
             steps = [(_wide(u) / _as_scalar(state.weight, u)).astype(u.dtype) for u in steps]
-        state = state._replace(bytes_sent=jnp.float32(_group_bytes(steps, members, fast)))
+        state = state._replace(
+            bytes_sent=jnp.float32(_group_bytes(steps, members, fast)),
+            bytes_dense=_dense_bytes(params, segments, workers.size * (bound_size(fast) or 1)),
+        )
         if workers.size > members and old:
             count = agreed(state.steps, workers._replace(axes=axes + fast))
             cut = make_segments(params, segments)
@@ -372,6 +379,12 @@ def _group_bytes(steps: list[jax.Array], members: int, fast: tuple[str, ...]) ->
     """Bytes that a worker sends for the mean inside its group, by rings."""
     model = sum(u.size * _wide(u).dtype.itemsize for u in steps)
     return sum(2 * (m - 1) / m * model for m in (members, bound_size(fast) or 1))
+
+
+def _dense_bytes(params: Any, segments: Segments, n: int) -> jax.Array:
+    """float32 []: what a ring all-reduce of these parameters over n workers would send."""
+    leaves = [p for p in jax.tree.leaves(params) if takes_part(p)]
+    return jnp.float32(2 * (n - 1) / n * bytes_of(leaves, make_segments(params, segments)))
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -26,8 +26,10 @@ def local_value_and_grad(
       argnums, has_aux, kwargs: as for `jax.value_and_grad`.
 
     Returns:
-      A function of the same arguments as `fun`, which returns `(value, gradient)`, both this worker's own. It raises a ValueError where
-      the axis is not bound.
+      A function of the same arguments as `fun`, which returns `(value, gradient)`, both this worker's own.
+
+    Raises:
+      ValueError: for an axis name that is none; by the function that is returned, where the axis is not bound.
 
     Example:
       Two workers with inputs 1 and 10, whose gradients stay apart:

@@ -103,7 +103,10 @@ def _frozen(rows: Rows) -> Rows:
 
 def check_rows(rows: Any) -> Rows:
     """A user's permutations; raises a ValueError if one of them is none, or has a fixed point."""
-    array = np.asarray(rows)
+    try:
+        array = np.asarray(rows)
+    except ValueError as error:
+        raise ValueError(f"pool={rows!r} has rows of different lengths: give int permutations [m, n].") from error
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or array.shape[0] < 1:
         raise ValueError(f"pool has shape {array.shape} and dtype {array.dtype}: give the number of sets, or int permutations [m, n].")
     n = array.shape[1]

@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from exdyna_jax._gtop_k import gtop_k, swaps
 from exdyna_jax._layout import Layout, make_layout
 from exdyna_jax._top_k import top_k
 
+_MOST_WORKERS = 1_000_000  # each is looked at
 METHODS = ("dense", "top_k", "gtop_k", "exdyna", "exdyna bfloat16")
 
 
@@ -363,13 +364,13 @@ def _tree(params: Any) -> Any:
 
 def _cluster(num_workers: Any, workers_per_host: Any) -> _Cluster:
     for name, value in (("num_workers", num_workers), ("workers_per_host", workers_per_host)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not a positive int.")
+        if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _MOST_WORKERS:
+            raise ValueError(f"{name}={value!r} is not an int from 1 to {_MOST_WORKERS:,}.")
     if num_workers % workers_per_host:
         raise ValueError(
             f"num_workers={num_workers} don't fill hosts of workers_per_host={workers_per_host}: all hosts are taken to be alike."
         )
-    return _Cluster(num_workers, workers_per_host)
+    return _Cluster(int(num_workers), int(workers_per_host))
 
 
 def _check_positive(name: str, value: Any, such_as: str) -> None:

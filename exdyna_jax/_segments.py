@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from exdyna_jax._collectives import kind, path_name
 from exdyna_jax._layout import takes_part
@@ -29,8 +30,8 @@ def make_segments(tree: Any, segments: Segments) -> tuple[Segment, ...]:
     whole = [Piece(i, 0, leaf.size) for i, leaf in enumerate(compress(jax.tree.leaves(tree), part))]
     if isinstance(segments, str):
         return tuple((piece,) for piece in whole)
-    if isinstance(segments, int):
-        return _balanced(whole, segments)
+    if isinstance(segments, (int, np.integer)):
+        return _balanced(whole, int(segments))
     labels = list(compress(_labels(tree, segments(tree) if callable(segments) else segments), part))
     members: dict[Hashable, list[Piece]] = {}
     for piece in whole:
@@ -41,7 +42,7 @@ def make_segments(tree: Any, segments: Segments) -> tuple[Segment, ...]:
 def check_segments(segments: Segments) -> None:
     if isinstance(segments, str) and segments != "leaf":
         raise ValueError(f"segments={segments!r} is not 'leaf', a number of segments, or a tree of labels.")
-    if segments is None or isinstance(segments, (bool, float)) or (isinstance(segments, int) and segments < 1):
+    if segments is None or isinstance(segments, (bool, float)) or (isinstance(segments, (int, np.integer)) and segments < 1):
         raise ValueError(f"segments={segments!r} is not a positive int, 'leaf', or a tree of labels.")
 
 

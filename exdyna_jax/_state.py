@@ -38,6 +38,9 @@ def state_specs(tree: Any, axis_name: AxisName) -> Any:
     Returns:
       A tree of `jax.sharding.PartitionSpec` of the same structure.
 
+    Raises:
+      ValueError: for an axis name that is none.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import exdyna_jax

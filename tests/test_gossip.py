@@ -467,6 +467,7 @@ def test_groups(context: str) -> None:
             np.testing.assert_array_equal(flat(of_groups), flat(jax.tree.map(lambda x: x[1::2], got)))  # to the bit
         np.testing.assert_allclose(flat(of_groups, 1), want, rtol=1e-5, atol=1e-6)
     assert np.ravel(run.metrics()["bytes_sent"])[0] == pytest.approx(2 * model)  # a ring of two, and the model
+    assert np.ravel(run.metrics()["bytes_dense"])[0] == pytest.approx(2 * 5 / 6 * model)  # over all six, however they are grouped
 
 
 def test_one_group_is_the_dense_mean() -> None:
@@ -481,6 +482,16 @@ def test_own_permutations() -> None:
     """A ring."""
     run = Run(exdyna_jax.crossover(AXIS, pool=[[1, 2, 3, 0]]), jnp.array([0.0, 2.0, 4.0, 8.0]))
     np.testing.assert_array_equal(run.step(jnp.zeros(4)), [4.0, 1.0, 3.0, 6.0])
+
+
+def test_numbers_of_numpy() -> None:
+    """They count as Python's."""
+    x = random(4)
+    plain = Run(exdyna_jax.crossover(AXIS, segments=3, seed=7, pool=2), x).step(still(x))
+    numpys = Run(exdyna_jax.crossover(AXIS, segments=np.int64(3), seed=np.int64(7), pool=np.int64(2), every_k=np.int64(1)), x).step(
+        still(x)
+    )
+    np.testing.assert_array_equal(flat(plain, 1), flat(numpys, 1))
 
 
 # SGP
@@ -653,6 +664,14 @@ def test_helpers() -> None:
     assert jax.tree.map(lambda x: (x.shape, x.dtype), back) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
     assert float(exdyna_jax.consensus_distance(everywhere)) == 0
     assert exdyna_jax.average_params(jnp.array([1.0, 4.0]), jnp.array([1.0, 0.5])) == pytest.approx(2)
+    assert exdyna_jax.average_params(jnp.array([1.0, 4.0]), jnp.array([[1.0], [0.5]])) == pytest.approx(2)  # as vmap's state has them
+    for helper in (exdyna_jax.average_params, exdyna_jax.consensus_distance):
+        with pytest.raises(ValueError, match=r"Parameter \['b'\] has 10 rows, \['w'\] has 64: .*averaged already"):
+            helper({"b": jnp.zeros(10), "w": jnp.zeros((64, 10))})
+        with pytest.raises(ValueError, match=r"Parameter \['b'\] is a scalar, without a row"):
+            helper({"b": jnp.float32(0)})
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\), but there are 2 workers"):
+        exdyna_jax.average_params(jnp.zeros((2, 3)), jnp.ones(3))
 
 
 # bad input
@@ -691,6 +710,11 @@ AT_CONSTRUCTION: list[tuple[str, dict[str, Any], str]] = [
     ("sgp", {"keep": [0.5, 2]}, r"keep=\[0\.5, 2\] is not a share"),
     ("sgp", {"keep": []}, r"keep=\[\] is not a share"),
     ("sgp", {"keep": "0.5"}, r"keep='0\.5' is not a share"),
+    ("sgp", {"keep": 0.999999999}, r"keep=0\.999999999 is not a share"),  # 1 in float32: nothing would ever mix
+    ("sgp", {"keep": jnp.float32(0.5)}, r"keep is an array.*static_args='keep'"),
+    ("crossover", {"seed": jnp.int32(1)}, r"seed is an array.*static_args='seed'"),
+    ("crossover", {"every_k": jnp.int32(1)}, r"every_k is an array.*static_args='every_k'"),
+    ("crossover", {"pool": [[1, 0], [1, 2, 0]]}, r"pool=\[\[1, 0\], \[1, 2, 0\]\] has rows of different lengths"),
 ]
 
 
@@ -744,6 +768,15 @@ def test_at_update(make: Any) -> None:
         update(tx, {"w": X}, {"w": X[:, :5]})
     with pytest.raises(ValueError, match=r"The update of \(the whole tree\) is int32\(6,\), the parameter float32"):
         update(tx, X.astype(jnp.int32), X)
+    with pytest.raises(ValueError, match=r"The update of \['w'\] is a float, not an array"):
+        jax.vmap(lambda x: tx.update({"w": 0.0}, tx.init({"w": x}), {"w": x})[0], axis_name=AXIS)(X)
+    with pytest.raises(
+        ValueError, match=r"The update of .* is bfloat16, the parameter float32: what is mixed would be rounded to bfloat16"
+    ):
+        update(tx, X.astype(jnp.bfloat16), X)
+    other = exdyna_jax.sgp if make is exdyna_jax.crossover else exdyna_jax.crossover
+    with pytest.raises(ValueError, match=rf"The state was made by {other.__name__}, and this is {make.__name__}"):
+        update(tx, X, X, jax.tree.map(lambda x: x[:1] if x.ndim else x, other(AXIS, num_workers=4).init(X)))
     with pytest.raises(ValueError, match=r"The state is a EmptyState, not a GossipState"):
         update(tx, X, X, optax.EmptyState())
     with pytest.raises(ValueError, match=r"What the state holds of this worker has shape \(3,\) instead of \(1,\).*state_specs"):

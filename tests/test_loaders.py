@@ -119,10 +119,11 @@ def test_a_hostile_file_executes_nothing(function: Callable[..., Any], protocol:
         b"\x80\x02\x82\x01.",
         b"P1\n.",
         b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"\x80\x02})" + b"\x85" * 3_000_000 + b"K\x01s.",
     ],
 )
 def test_hostile_programs(program: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among them one that would make the unpickler ask for 32 GiB."""
+    """Among them one that would make the unpickler ask for 32 GiB, and one whose key, tuples in tuples, would overflow the stack."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_bytes(program)
     with pytest.raises(ValueError, match="can't be read"):
@@ -254,9 +255,12 @@ def ratings(form: str) -> str:
     return "".join("\t".join(map(str, line)) + "\n" for line in lines)
 
 
-@pytest.mark.parametrize("form", ["ratings.csv", "u.data"])
-def test_movielens(form: str, tmp_path: Path) -> None:
-    (tmp_path / form).write_text(ratings(form))
+@pytest.mark.parametrize(
+    ("form", "folder"), [("ratings.csv", "."), ("u.data", "."), ("ratings.csv", "ml-latest-small"), ("u.data", "ml-100k")]
+)
+def test_movielens(form: str, folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / form).write_text(ratings(form))
     train, test, users, items = movielens.read(tmp_path)
     assert (users, items, len(train), len(test)) == (6, 151, 147, 6)
     assert test[:, 0].tolist() == list(range(6))
@@ -291,6 +295,14 @@ BAD_RATINGS: list[tuple[str, str, str]] = [
     ("ratings.csv", CSV + "7,8,9,10\n", "ratings.csv has a rating that is not in 0.5..5"),
     ("ratings.csv", CSV + "7,8,nan,10\n", "ratings.csv has a rating that is not in 0.5..5"),
     ("ratings.csv", CSV + "0,8,3,10\n", "ratings.csv has a user or a film whose number is not positive and whole"),
+    ("ratings.csv", CSV + "inf,8,3,10\n", "ratings.csv has a user or a film whose number is not positive and whole, or beyond 2^31"),
+    (
+        "ratings.csv",
+        CSV + "9007199254740993,8,3,10\n",
+        "ratings.csv has a user or a film whose number is not positive and whole, or beyond",
+    ),
+    ("ratings.csv", CSV + "7,8,3,nan\n", "ratings.csv has a timestamp that is not a number"),
+    ("ratings.csv", CSV + "# 7,8,3,10\n", "ratings.csv is damaged: could not convert string '# 7'"),
     ("ratings.csv", CSV + "7,8,3,10\n", "ratings.csv has a user with one rating"),
     ("ratings.csv", "userId,movieId,rating,timestamp\n", "ratings.csv is damaged: loadtxt: input contained no data"),
     ("u.data", "1\t2\t3\n1\t3\t3\n", "u.data has 3 columns: is it of another version?"),

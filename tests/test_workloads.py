@@ -132,9 +132,7 @@ class Given(nn.Module):
 )
 def test_rank(ahead: int, hit: int, gain: float) -> None:
     """So many of the 99 are liked better than the one that was held out, item 0."""
-    task = ranking.ranking_task(
-        np.array([[1, 100]]), np.array([[0, 0]]), 2, 101, Given((0.5, *[1.0] * ahead, *[0.1] * (100 - ahead))), 1, {}
-    )
+    task = ranking.ranking_task(np.array([[1, 100]]), np.array([[0, 0]]), 101, Given((0.5, *[1.0] * ahead, *[0.1] * (100 - ahead))), 1, {})
     batch = {"user": np.array([0]), "items": np.arange(100)[None]}
     scores = task.score({"scale": jnp.float32(1)}, {}, batch)
     assert (float(scores["accuracy"][0]), float(scores["ndcg"][0])) == (hit, pytest.approx(gain))

@@ -27,12 +27,15 @@ def read(data: Path) -> tuple[np.ndarray, np.ndarray, int, int]:
     Raises:
       ValueError: for a file that is missing, damaged, truncated, or of another version.
     """
-    name = next((name for name in _FORMS if (data / name).is_file()), None)
-    path = existing(data, name or " or ".join(_FORMS), f"it should be {', or '.join(_FORMS.values())}")
+    found = next((path for name in _FORMS for path in (data / name, *sorted(data.glob(f"ml-*/{name}"))) if path.is_file()), None)
+    path = found or existing(data, " or ".join(_FORMS), f"it should be {', or '.join(_FORMS.values())}")
     form = _FORMS[path.name]
     rows = _rows(path, form)
-    if not (rows[:, :2] >= 1).all() or not (rows[:, :2] == np.floor(rows[:, :2])).all():
-        raise complaint(path, "has a user or a film whose number is not positive and whole", form)
+    numbers = rows[:, :2]
+    if not ((numbers >= 1) & (numbers < 2**31) & (numbers == np.floor(numbers))).all():
+        raise complaint(path, "has a user or a film whose number is not positive and whole, or beyond 2^31", form)
+    if not np.isfinite(rows[:, 3]).all():
+        raise complaint(path, "has a timestamp that is not a number", form)
     if not ((rows[:, 2] >= 0.5) & (rows[:, 2] <= 5)).all():
         raise complaint(path, "has a rating that is not in 0.5..5", form)
     (users, user), (items, item) = (np.unique(rows[:, i].astype(np.int64), return_inverse=True) for i in (0, 1))
@@ -59,7 +62,7 @@ def _rows(path: Path, form: str) -> np.ndarray:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # numpy warns of a file without data
-            rows = np.loadtxt(path, delimiter="," if table else "\t", skiprows=int(table), ndmin=2, encoding="utf-8")
+            rows = np.loadtxt(path, delimiter="," if table else "\t", skiprows=int(table), ndmin=2, encoding="utf-8", comments=None)
     except (ValueError, UserWarning) as error:
         raise complaint(path, f"is damaged: {error}", form) from error
     if rows.shape[1] != 4:
@@ -71,4 +74,4 @@ def load(data: Path) -> Task:
     """The task, with the model in the papers' size."""
     train, test, users, items = read(data)
     network = NeuMF(users, items, dropout=0.5)
-    return ranking_task(train, test, users, items, network, _STEPS, {"sgd": 3.0, "adamw": 0.003})
+    return ranking_task(train, test, items, network, _STEPS, {"sgd": 3.0, "adamw": 0.003})

@@ -44,6 +44,9 @@ _KNOWN = {
 }
 
 
+_TUPLES = 1000  # at most; shapes are tuples, and the arguments of what makes an array
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
@@ -52,14 +55,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """A dict with strings for keys, as Python 2 or 3 pickled it; its strings are bytes, its arrays of bytes uint8.
+    """A dict with strings for keys, pickled by Python 2, or by Python 3 in protocol 3 or 4; its strings are bytes, its arrays uint8.
 
     Raises:
       ValueError: says what is wrong with the file, as a clause without a subject.
     """
     content = path.read_bytes()
     try:
-        _check_memory(content)
+        _check_instructions(content)
         read = _Unpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle raises whatever its wrong instructions lead to
         raise ValueError(f"can't be read ({type(error).__name__}: {error}): is it damaged, truncated, or no pickle at all?") from error
@@ -69,11 +72,19 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return {name: _array(value) if isinstance(value, _Array) else value for name, value in named.items()}
 
 
-def _check_memory(content: bytes) -> None:
-    """A pickle numbers what it will need again; with a number out of thin air it makes the unpickler ask for all the memory there is."""
+def _check_instructions(content: bytes) -> None:
+    """Looks for what would end the process instead of raising.
+
+    A pickle numbers what it will need again; with a number out of thin air it makes the unpickler ask for all the memory there is. And a
+    tuple within a tuple, and so on, as a key overflows the stack.
+    """
+    tuples = 0
     for count, (instruction, argument, _) in enumerate(pickletools.genops(content)):
         if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
             raise pickle.UnpicklingError(f"it numbers {argument} things, and has {count}")
+        tuples += instruction.name.startswith("TUPLE")
+        if tuples > _TUPLES:
+            raise pickle.UnpicklingError(f"it has more than {_TUPLES} tuples, which no data set needs")
 
 
 def _array(kept: _Array) -> np.ndarray:

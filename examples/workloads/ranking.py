@@ -59,15 +59,14 @@ def unseen_items(seen: np.ndarray, users: np.ndarray, items: int, rng: np.random
 
 
 def ranking_task(
-    train: np.ndarray, test: np.ndarray, users: int, items: int, network: nn.Module, steps: int, learning_rates: Mapping[str, float]
+    train: np.ndarray, test: np.ndarray, items: int, network: nn.Module, steps: int, learning_rates: Mapping[str, float]
 ) -> Task:
     """The task.
 
     Args:
       train: pairs (user, item) that were seen, int [pairs, 2], numbered from 0 on.
       test: other such pairs, held out.
-      users: how many there are.
-      items: the same.
+      items: how many there are.
       network: `users int32 [...], items int32 [...], train: bool -> logits float [...]`.
       steps: of a run.
       learning_rates: by optimizer.

@@ -34,4 +34,4 @@ def load() -> Task:
     pairs, users, items = read()
     held_out = np.random.default_rng(_SPLIT).random(len(pairs)) < _TEST_SHARE
     network = NeuMF(users, items, factors=4, layers=(64, 32), spread=0.1)
-    return ranking_task(pairs[~held_out], pairs[held_out], users, items, network, 3000, {"sgd": 2.0, "adamw": 0.01})
+    return ranking_task(pairs[~held_out], pairs[held_out], items, network, 3000, {"sgd": 2.0, "adamw": 0.01})

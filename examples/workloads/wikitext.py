@@ -42,7 +42,7 @@ def _words(data: Path, name: str) -> list[str]:
     """The words of a file, with one for the end of each line."""
     path = existing(data, name, f"it should be {_FORM}", _FOLDER)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise complaint(path, f"is damaged: {error}", _FORM) from error
     if not text.endswith("\n"):

@@ -7,8 +7,8 @@ geometric mean over the mixings, until the vectors agree to rounding (below 1e-5
     python benchmarks/consensus.py [--workers 8 16 64] [--steps 40] [--json FILE] [--plot FILE]
 """
 
-import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from cli import Parser, output_file, picture_file
 from exdyna_jax import crossover, sgp
 
 AGREED = 1e-5
@@ -81,13 +84,13 @@ def draw(path: Path, figures: list[dict[str, Any]], workers: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--steps", type=int, default=40, help="mixings")
     parser.add_argument("--size", type=int, default=1800, help="elements of a worker's vector")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the distances into this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw the distances into this file")
     args = parser.parse_args()
     if min(args.workers) < 2 or args.steps < 1 or args.size < 18:
         parser.error(f"workers={args.workers} must be at least 2, steps={args.steps} positive, size={args.size} at least 18")

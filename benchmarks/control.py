@@ -7,9 +7,9 @@ does not balance (`--method micro`).
     python benchmarks/control.py [--method exdyna] [--workers 4 16] [--density 0.01 0.001] [--scale 1e-6 1e-3 1 1e3] [--json FILE]
 """
 
-import argparse
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from cli import Parser, output_file
 from exdyna_jax import exdyna, metrics, micro
 from exdyna_jax._density import slots
 
@@ -96,7 +99,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--method", choices=["exdyna", "micro"], nargs="+", default=["exdyna"])
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
@@ -104,10 +107,12 @@ def main() -> None:
     parser.add_argument("--rule", choices=["proportional", "paper"], default="proportional", help="of threshold and balance")
     parser.add_argument("--size", type=int, default=1_600_000, help="elements")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to this file")
     args = parser.parse_args()
     if args.size < LAYERS or min(args.workers) < 1:
         parser.error(f"size={args.size} must be at least {LAYERS}, workers={args.workers} positive")
+    if not all(0 < density <= 1 for density in args.density):
+        parser.error(f"density={args.density} must be in (0, 1]")
     cases = list(itertools.product(args.method, args.workers, args.density, args.scale))
     figures = []
     with Progress() as progress:

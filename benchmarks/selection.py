@@ -6,7 +6,6 @@ data, `jnp.sum(jnp.abs(x))`. The second table times all that one worker of n doe
     python benchmarks/selection.py [--size 25600000] [--density 0.001] [--workers 1 2 4 8] [--repeats 7] [--json FILE]
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -25,6 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from alone import selection_ms
+from cli import Parser, output_file
 from exdyna_jax._compact import compact, to_words
 from train import METHODS
 
@@ -83,12 +83,12 @@ def report(figures: dict[str, float], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=25_600_000, help="elements")
     parser.add_argument("--density", type=float, default=1e-3, help="share of them to select")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="of which one selects, in the second table")
     parser.add_argument("--repeats", type=int, default=7, help="calls of which the median counts")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to this file")
     args = parser.parse_args()
     if min(args.size, args.repeats, *args.workers) < 1 or not 0 < args.density < 1:
         parser.error(f"size={args.size}, repeats={args.repeats}, workers={args.workers} must be positive, density={args.density} in (0, 1)")

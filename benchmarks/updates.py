@@ -4,7 +4,6 @@ The floor adds the gradient to the residual in place and writes an update of zer
 two. Everything is measured in one process on virtual CPU devices, in turns, buffers donated, gradients changing from step to step.
 """
 
-import argparse
 import ctypes
 import json
 import random
@@ -24,7 +23,10 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
 import exdyna_jax
+from cli import Parser, output_file
 
 AXIS = "data"
 _TURNS, _UNCOUNTED = 3, 3
@@ -164,14 +166,14 @@ def report(title: str, measured: dict[str, Measured], console: Console) -> None:
 
 def run(doc: str | None, trees: dict[str, Callable[[], Shapes]]) -> None:
     """The command line of a benchmark that measures one of some trees."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser = Parser(description=(doc or "").splitlines()[0])
     first = next(iter(trees))
     if len(trees) > 1:
         parser.add_argument("--tree", choices=trees, default=first)
     parser.add_argument("--density", type=float, default=1e-3)
     parser.add_argument("--workers", type=int, default=4, help="each on a virtual CPU device")
     parser.add_argument("--repeats", type=int, default=15, help="steps of which the median counts")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to this file")
     args = parser.parse_args()
     if args.workers < 1 or not 0 < args.density <= 1 or args.repeats < 1:
         parser.error(f"workers={args.workers} and repeats={args.repeats} must be positive, density={args.density} in (0, 1]")

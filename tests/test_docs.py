@@ -1,7 +1,8 @@
 """Every ```python block of the README and of docs/ runs as a reader would paste it, page by page, and prints what is shown behind it.
 
 The blocks of a page share a namespace, in a process of their own in which warnings are errors. A ```text block right behind a ```python
-block is what that one prints, with doctest's `...`. A ```py block is not run, since it needs what the tests don't have; it must parse.
+block is what that one prints, with doctest's `...`. A ```py block is not run, since it needs what the tests don't have; it must parse. A
+block behind `<!-- needs JAX x.y.z -->` is run from that version on.
 """
 
 import doctest
@@ -15,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 from compiling import environment
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+_NEEDS = re.compile(r"<!-- needs JAX (\d+)\.(\d+)\.(\d+) -->\s*\Z")
 _LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 # runs [[line, code, output or null], ...] from stdin
@@ -45,6 +48,7 @@ class Block(NamedTuple):
     language: str
     code: str
     output: str | None  # None: of no interest
+    needs: tuple[int, ...]  # the version of JAX
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -55,7 +59,9 @@ def blocks_of(page: Path) -> list[Block]:
         behind = fences[i + 1] if i + 1 < len(fences) else None
         shown = behind is not None and behind[2] == "text" and not text[fence.end() : behind.start()].strip()
         output = behind[3] if behind is not None and shown else None
-        blocks.append(Block(text.count("\n", 0, fence.start()) + 1, fence[2], fence[3], output))
+        needs = _NEEDS.search(text[: fence.start()])
+        version = tuple(map(int, needs.groups())) if needs else ()
+        blocks.append(Block(text.count("\n", 0, fence.start()) + 1, fence[2], fence[3], output, version))
     return blocks
 
 
@@ -65,7 +71,8 @@ def _name(page: Path) -> str:
 
 def run(page: Path, directory: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     """Runs a page's blocks in a process of their own, in this directory; pages share what they compile."""
-    blocks = [(block.line, block.code, block.output) for block in blocks_of(page) if block.language == "python"]
+    able = [block for block in blocks_of(page) if block.language == "python" and block.needs <= jax.__version_info__]
+    blocks = [(block.line, block.code, block.output) for block in able]
     path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     command = [sys.executable, "-W", "error", "-c", _RUN]
     sent = json.dumps([str(page), _LIKE, blocks])

@@ -103,7 +103,9 @@ def test_text_at_hand() -> None:
     task = load_task("text")
     assert 0.08 < count(task.test) / (count(task.test) + count(task.train)) < 0.12
     trained_on = task.train["tokens"][:, :-1].tobytes()
-    assert np.mean([row.tobytes() in trained_on for row in task.test["tokens"]]) < 0.1  # with all paragraphs it would be a third
+    held_out = task.test["tokens"][:, :-1]  # neighbouring rows are neighbouring text
+    pieces = held_out[: len(held_out) // 2 * 2].reshape(-1, 32)  # long enough not to be a mere phrase
+    assert np.mean([piece.tobytes() in trained_on for piece in pieces]) < 0.1  # with all paragraphs it would be a third
 
 
 def test_feedback_at_hand() -> None:

@@ -11,8 +11,8 @@ from exdyna_jax._collectives import Workers, bound_size, path_name, replicated_p
 from exdyna_jax._layout import takes_part
 
 
-def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
-    """Options that every sparsifier shares, at construction."""
+def _check_common(options: Any, axes: tuple[str, ...]) -> None:
+    """What holds for the options of sparsifiers and of gossip: Python values, and a number of workers that goes with the axis."""
     for name, value in options._asdict().items():
         if isinstance(value, jax.Array):
             raise ValueError(_is_static(name))
@@ -21,6 +21,11 @@ def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) ->
         raise ValueError(f"num_workers={n!r} is not a positive int: give the number of workers along the axis, or leave it out.")
     if not axes and n not in (None, 1):
         raise ValueError(f"num_workers={n} with axis_name=None, which means a single worker: name the mesh axis of the workers.")
+
+
+def check_options(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
+    """Options that every sparsifier shares, at construction."""
+    _check_common(options, axes)
     if set(axes) & set(fast):
         raise ValueError(
             f"dense_axis={fast} and axis_name={axes} share an axis: average densely over the fast axes, sparsify over the others."
@@ -218,14 +223,8 @@ def _check_leaf(name: str, path: Any, g: Any, e: Any) -> None:
 
 def check_gossip(options: Any, axes: tuple[str, ...], fast: tuple[str, ...]) -> None:
     """Options that both kinds of gossip share, at construction."""
-    for name, value in options._asdict().items():
-        if isinstance(value, jax.Array):
-            raise ValueError(_is_static(name))
-    n, groups = options.num_workers, options.groups
-    if n is not None and (not _is_int(n) or n < 1):
-        raise ValueError(f"num_workers={n!r} is not a positive int: give the number of workers along the axis, or leave it out.")
-    if not axes and n not in (None, 1):
-        raise ValueError(f"num_workers={n} with axis_name=None, which means a single worker: name the mesh axis of the workers.")
+    _check_common(options, axes)
+    groups = options.groups
     if set(axes) & set(fast):
         raise ValueError(
             f"group_axis={fast} and axis_name={axes} share an axis: groups gossip along axis_name, and are averaged along group_axis. "

@@ -89,14 +89,14 @@ METHODS = {
 
 # what makes a step of the exchanged gradient: (learning rate, momentum) -> transformation
 OPTIMIZERS: dict[str, Callable[[optax.Schedule, float], optax.GradientTransformation]] = {
-    "sgd": lambda rate, momentum: optax.sgd(rate, momentum=momentum, nesterov=True),
+    "sgd": lambda rate, momentum: optax.sgd(rate, momentum=momentum or None, nesterov=True),
     "adamw": lambda rate, momentum: optax.adamw(rate, b1=momentum, weight_decay=0.01),
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, and how. Steps, batch and learning rate are the task's own where they are None, or the preset's."""
+    """What to train, and how. Steps, batch, learning rate and momentum are the task's own where they are None, or the preset's."""
 
     method: str = "exdyna"
     task: str = "digits"
@@ -107,7 +107,7 @@ class Settings:
     seed: int = 0
     optimizer: str = "sgd"
     learning_rate: float | None = None
-    momentum: float = 0.9
+    momentum: float | None = None
     data: str | None = None  # directory, for a task that is read from files
     model: str | None = None  # the task's first where it is None
     preset: str | None = None  # brings its own optimizer and course of the learning rate
@@ -123,7 +123,7 @@ class Settings:
             f"batch={self.batch} is not a positive number": self.batch is None or self.batch >= 1,
             f"seed={self.seed} is not in 0..4294967295": 0 <= self.seed < 2**32,
             f"learning_rate={self.learning_rate} is not a positive number": self.learning_rate is None or 0 < self.learning_rate < math.inf,
-            f"momentum={self.momentum} is not in [0, 1)": 0 <= self.momentum < 1,
+            f"momentum={self.momentum} is not in [0, 1)": self.momentum is None or 0 <= self.momentum < 1,
         }
         for complaint, fine in checks.items():
             if not fine:
@@ -238,6 +238,7 @@ def train(
         "steps": steps,
         "batch": settings.samples(task),
         "learning_rate": course.peak,
+        "momentum": course.momentum,
         "density": settings.density if method.thins else 1.0,
     }
     log = saves.newest(asked) if saves else Log(asked, 0, {}, 0.0)
@@ -331,11 +332,12 @@ def make_mesh(workers: int) -> Mesh:
 
 
 class Course(NamedTuple):
-    """How long to train, and with which learning rates."""
+    """How long to train, with which learning rates, and with which momentum."""
 
     steps: int
     peak: float
     rate: optax.Schedule
+    momentum: float
 
 
 def course_of(settings: Settings, task: Task) -> Course:
@@ -343,11 +345,13 @@ def course_of(settings: Settings, task: Task) -> Course:
     if settings.recipe:
         samples = settings.samples(task) * settings.workers
         epoch = max(count(task.train) // samples, 1)
-        peak = settings.recipe.peak(samples)
-        return Course(settings.steps or settings.recipe.epochs * epoch, peak, settings.recipe.schedule(peak, epoch))
+        peak, momentum = settings.recipe.peak(samples), settings.recipe.settings["momentum"]
+        return Course(settings.steps or settings.recipe.epochs * epoch, peak, settings.recipe.schedule(peak, epoch), momentum)
     steps = settings.steps or task.steps
-    peak = settings.learning_rate or task.learning_rates[settings.optimizer]
-    return Course(steps, peak, optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps))
+    pace = task.paces[settings.optimizer]
+    peak = settings.learning_rate or pace.peak
+    momentum = pace.momentum if settings.momentum is None else settings.momentum
+    return Course(steps, peak, optax.warmup_cosine_decay_schedule(peak / 10, peak, warmup_steps=steps // 10, decay_steps=steps), momentum)
 
 
 def make_optimizer(settings: Settings, course: Course) -> optax.GradientTransformation:
@@ -355,7 +359,7 @@ def make_optimizer(settings: Settings, course: Course) -> optax.GradientTransfor
     method, recipe = METHODS[settings.method], settings.recipe
     exchange = method.make(settings.density, AXIS, num_workers=settings.workers)
     clip = [] if recipe is None or recipe.clip is None else [optax.clip_by_global_norm(recipe.clip)]
-    optimizer = recipe.optimizer(course.rate) if recipe else OPTIMIZERS[settings.optimizer](course.rate, settings.momentum)
+    optimizer = recipe.optimizer(course.rate) if recipe else OPTIMIZERS[settings.optimizer](course.rate, course.momentum)
     return optax.chain(*clip, optimizer, exchange) if method.gossips else optax.chain(*clip, exchange, optimizer)
 
 
@@ -519,7 +523,7 @@ def add_flags(parser: Parser) -> None:
         "--optimizer", choices=OPTIMIZERS, help=f"what makes a step of the exchanged gradient; default: {Settings.optimizer}"
     )
     parser.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
-    parser.add_argument("--momentum", type=float, help=f"Nesterov's for sgd, adamw's first moment; default: {Settings.momentum}")
+    parser.add_argument("--momentum", type=float, help="Nesterov's for sgd, adamw's first moment; default: the task's own")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, and go on from the newest save there is")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="with --checkpoint; default: 100")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")

@@ -22,10 +22,10 @@ def made_up(settings: train.Settings, report: Any) -> Result:
     accuracy, loss = ACCURACY[settings.method] + 0.001 * settings.seed, LOSS[settings.method]
     quality = {"perplexity": float(np.exp(loss)), "accuracy": accuracy} if settings.task == "text" else {"accuracy": accuracy}
     history = {"loss": [3.0, 2.5, loss], "density": [settings.density] * 3, "bytes_sent": [2e6 * settings.density] * 3, "blocks": [[1]] * 3}
-    asked = {name: getattr(settings, name) for name in ("method", "task", "workers", "density", "seed", "batch", "optimizer", "momentum")}
+    asked = {name: getattr(settings, name) for name in ("method", "task", "workers", "density", "seed", "batch", "optimizer")}
     return Result(
-        **asked, steps=3, learning_rate=0.1, data=None, model=None, preset=None, parameters=1000, quality=quality, accuracy=accuracy,
-        loss=loss, bytes_sent=6e6 * settings.density, bytes_dense=6e6, seconds_per_step=0.1, history=history,
+        **asked, steps=3, learning_rate=0.1, momentum=0.9, data=None, model=None, preset=None, parameters=1000, quality=quality,
+        accuracy=accuracy, loss=loss, bytes_sent=6e6 * settings.density, bytes_dense=6e6, seconds_per_step=0.1, history=history,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 import exdyna_jax
 import train
 from presets import LANGUAGE, RECOMMENDATION, VISION
-from workloads import TASKS, Task, check_choice, cifar, count, language, load_task, ranking, recommend, text
+from workloads import TASKS, Pace, Task, check_choice, cifar, count, language, load_task, ranking, recommend, text
 from workloads.lstm import LSTM
 from workloads.neumf import NeuMF
 from workloads.normalised import normalised
@@ -269,7 +269,7 @@ def test_optimizers_of_the_papers() -> None:
 
 def test_a_gradient_is_clipped_before_the_exchange() -> None:
     settings = train.Settings(method="dense", task="wikitext2", data="nowhere", workers=2, preset="paper")
-    tx = train.make_optimizer(settings, train.Course(1, 1.0, lambda step: 1.0))
+    tx = train.make_optimizer(settings, train.Course(1, 1.0, lambda step: 1.0, 0.9))
 
     def update(gradient: jax.Array) -> Any:
         return tx.update({"w": gradient}, tx.init({"w": gradient}))[0]["w"]
@@ -279,6 +279,14 @@ def test_a_gradient_is_clipped_before_the_exchange() -> None:
     np.testing.assert_allclose(got[0], -(np.array([0.24, 0.32]) + np.array([0, 0.1])) / 2, rtol=1e-5)
 
 
+def test_momentum_is_the_tasks_own_unless_asked_for() -> None:
+    task = small_task()._replace(paces={"sgd": Pace(0.3, momentum=0.25), "adamw": Pace(0.02)})
+    courses = [train.course_of(train.Settings(optimizer=optimizer), task) for optimizer in task.paces]
+    assert [(course.peak, course.momentum) for course in courses] == [(0.3, 0.25), (0.02, 0.9)]
+    assert train.course_of(train.Settings(momentum=0.0), task).momentum == 0  # which is not None
+    assert load_task("text").paces["sgd"].momentum == train.recipe_of("paper", "wikitext2").settings["momentum"] == 0
+
+
 def test_preset_and_flags() -> None:
     asked = {"task": "cifar10", "data": "nowhere", "preset": "paper"}
     settings = train.settings_of(asked)
@@ -286,7 +294,7 @@ def test_preset_and_flags() -> None:
     assert train.settings_of({**asked, "density": 0.01, "batch": 64}) == replace(settings, density=0.01, batch=64)
     assert train.settings_of({"density": 0.5}) == train.Settings(density=0.5)
     course = train.course_of(settings, small_task()._replace(train={"label": np.zeros(50_000)}))
-    assert (course.steps, course.peak) == (200 * (50_000 // 256), pytest.approx(0.2))
+    assert (course.steps, course.peak, course.momentum) == (200 * (50_000 // 256), pytest.approx(0.2), 0.9)
     for flag in ("optimizer", "learning_rate", "momentum"):
         with pytest.raises(ValueError, match=f"{flag}=1 does not go with preset='paper', which has its own"):
             train.settings_of({**asked, flag: 1})

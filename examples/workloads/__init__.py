@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from workloads._task import Batch as Batch
 from workloads._task import Columns as Columns
+from workloads._task import Pace as Pace
 from workloads._task import Params as Params
 from workloads._task import Statistics as Statistics
 from workloads._task import Task as Task

@@ -17,6 +17,13 @@ def by_accuracy(means: Mapping[str, float]) -> dict[str, float]:
     return {"accuracy": means["accuracy"]}
 
 
+class Pace(NamedTuple):
+    """How fast an optimizer goes."""
+
+    peak: float  # the highest learning rate
+    momentum: float = 0.9  # Nesterov's, or the decay of AdamW's first moment
+
+
 class Task(NamedTuple):
     """A model, its data, and how both are judged."""
 
@@ -30,7 +37,7 @@ class Task(NamedTuple):
     # task asks
     score: Callable[[Params, Statistics, Batch], dict[str, jax.Array]]
     steps: int  # a dense run of 8 workers converges in these steps
-    learning_rates: Mapping[str, float]  # optimizer -> peak learning rate
+    paces: Mapping[str, Pace]  # by optimizer
     measures: Callable[[Mapping[str, float]], dict[str, float]] = by_accuracy  # held-out means of the scores -> what the task is judged by
     batch: int = 32  # samples that a worker takes for a step
 

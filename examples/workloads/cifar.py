@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from workloads import Batch, Columns, Params, Statistics, Task
+from workloads import Batch, Columns, Pace, Params, Statistics, Task
 from workloads.files import complaint, existing
 from workloads.googlenet import GoogLeNet
 from workloads.pickled import read_pickle
@@ -31,7 +31,7 @@ _PIXELS = 3 * 32 * 32
 _PADDING = 4  # pixels that an image is moved by, at most
 _MEAN, _SCALE = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of the colours, over the training images
 _STEPS = 20_000  # about a hundred epochs of 8 workers with 32 samples each
-_RATES = {"sgd": 0.1, "adamw": 0.001}
+_PACES = {"sgd": Pace(0.1), "adamw": Pace(0.001)}
 
 
 class Version(NamedTuple):
@@ -118,7 +118,7 @@ def image_task(train: Columns, test: Columns, network: nn.Module) -> Task:
         logits = network.apply({"params": params, "batch_stats": statistics}, _normalised(batch["image"]), train=False)
         return judge(logits, batch["label"])
 
-    return Task(train, test, init, loss, score, _STEPS, _RATES)
+    return Task(train, test, init, loss, score, _STEPS, _PACES)
 
 
 def _load(data: Path, model: str, version: Version) -> Task:

@@ -11,7 +11,7 @@ from jax import lax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from workloads import Batch, Columns, Params, Statistics, Task
+from workloads import Batch, Columns, Pace, Params, Statistics, Task
 
 _TEST_SHARE = 0.2
 _SPLIT = 0  # the split is the same whatever the seed of the training, so that runs can be compared
@@ -96,5 +96,5 @@ def load(model: str) -> Task:
         loss=loss,
         score=score,
         steps=600,
-        learning_rates={"sgd": 0.1, "adamw": 0.01},
+        paces={"sgd": Pace(0.1), "adamw": Pace(0.01)},
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from workloads import Batch, Columns, Params, Statistics, Task
+from workloads import Batch, Columns, Pace, Params, Statistics, Task
 
 
 def windows(tokens: np.ndarray, length: int) -> Columns:
@@ -28,7 +28,7 @@ def perplexity(means: Mapping[str, float]) -> dict[str, float]:
         return {"perplexity": float(np.exp(means["loss"])), "accuracy": means["accuracy"]}
 
 
-def language_task(train: Columns, test: Columns, network: nn.Module, steps: int, learning_rates: Mapping[str, float]) -> Task:
+def language_task(train: Columns, test: Columns, network: nn.Module, steps: int, paces: Mapping[str, Pace]) -> Task:
     """The task.
 
     Args:
@@ -36,7 +36,7 @@ def language_task(train: Columns, test: Columns, network: nn.Module, steps: int,
       test: held out, the same.
       network: `int32 [batch, length], train: bool -> logits float [batch, length, vocabulary]`.
       steps: of a run.
-      learning_rates: by optimizer.
+      paces: by optimizer.
     """
     length = train["tokens"].shape[1] - 1
 
@@ -61,4 +61,4 @@ def language_task(train: Columns, test: Columns, network: nn.Module, steps: int,
         tokens = batch["tokens"].astype(jnp.int32)
         return judge(network.apply({"params": params}, tokens[:, :-1], train=False), tokens)
 
-    return Task(train, test, init, loss, score, steps, learning_rates, perplexity)
+    return Task(train, test, init, loss, score, steps, paces, perplexity)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workloads import Task
+from workloads import Pace, Task
 from workloads.files import complaint, existing
 from workloads.neumf import NeuMF
 from workloads.ranking import ranking_task
@@ -74,4 +74,4 @@ def load(data: Path) -> Task:
     """The task, with the model in the papers' size."""
     train, test, users, items = read(data)
     network = NeuMF(users, items, dropout=0.5)
-    return ranking_task(train, test, items, network, _STEPS, {"sgd": 3.0, "adamw": 0.003})
+    return ranking_task(train, test, items, network, _STEPS, {"sgd": Pace(3.0), "adamw": Pace(0.003)})

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from workloads import Batch, Params, Statistics, Task
+from workloads import Batch, Pace, Params, Statistics, Task
 
 _TOP = 10  # the held-out item is found if it is among so many
 _OTHERS = 99  # items that it is ranked against
@@ -58,9 +58,7 @@ def unseen_items(seen: np.ndarray, users: np.ndarray, items: int, rng: np.random
     return drawn.astype(np.int32)
 
 
-def ranking_task(
-    train: np.ndarray, test: np.ndarray, items: int, network: nn.Module, steps: int, learning_rates: Mapping[str, float]
-) -> Task:
+def ranking_task(train: np.ndarray, test: np.ndarray, items: int, network: nn.Module, steps: int, paces: Mapping[str, Pace]) -> Task:
     """The task.
 
     Args:
@@ -69,7 +67,7 @@ def ranking_task(
       items: how many there are.
       network: `users int32 [...], items int32 [...], train: bool -> logits float [...]`.
       steps: of a run.
-      learning_rates: by optimizer.
+      paces: by optimizer.
 
     Raises:
       ValueError: if a user was seen with so many items that too few are left to rank against.
@@ -115,6 +113,6 @@ def ranking_task(
         loss=loss,
         score=score,
         steps=steps,
-        learning_rates=learning_rates,
+        paces=paces,
         measures=measures,
     )

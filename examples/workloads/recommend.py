@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-from workloads import Task
+from workloads import Pace, Task
 from workloads.neumf import NeuMF
 from workloads.ranking import ranking_task
 
@@ -34,4 +34,4 @@ def load() -> Task:
     pairs, users, items = read()
     held_out = np.random.default_rng(_SPLIT).random(len(pairs)) < _TEST_SHARE
     network = NeuMF(users, items, factors=4, layers=(64, 32), spread=0.1)
-    return ranking_task(pairs[~held_out], pairs[held_out], items, network, 3000, {"sgd": 2.0, "adamw": 0.01})
+    return ranking_task(pairs[~held_out], pairs[held_out], items, network, 3000, {"sgd": Pace(2.0), "adamw": Pace(0.01)})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workloads import Task
+from workloads import Pace, Task
 from workloads.files import complaint, existing
 from workloads.language import language_task, windows
 from workloads.lstm import LSTM
@@ -56,9 +56,10 @@ def _words(data: Path, name: str) -> list[str]:
 def load(data: Path, model: str) -> Task:
     """The task, with the models in the papers' size, and a transformer of about the same."""
     train, test, vocabulary = read(data)
-    network, rates = {
-        "lstm": (LSTM(vocabulary, 650, dropout=0.4), {"sgd": 3.0, "adamw": 0.002}),
-        "lstm_untied": (LSTM(vocabulary, 650, tied=False, dropout=0.4), {"sgd": 3.0, "adamw": 0.002}),
-        "transformer": (Transformer(vocabulary, 512, layers=4, heads=8, dropout=0.2), {"sgd": 0.3, "adamw": 0.0005}),
+    recurrent = {"sgd": Pace(10.0, momentum=0.0), "adamw": Pace(0.002)}
+    network, paces = {
+        "lstm": (LSTM(vocabulary, 650, dropout=0.4), recurrent),
+        "lstm_untied": (LSTM(vocabulary, 650, tied=False, dropout=0.4), recurrent),
+        "transformer": (Transformer(vocabulary, 512, layers=4, heads=8, dropout=0.2), {"sgd": Pace(0.3), "adamw": Pace(0.0005)}),
     }[model]
-    return language_task(windows(train, _LENGTH), windows(test, _LENGTH), network, _STEPS, rates)
+    return language_task(windows(train, _LENGTH), windows(test, _LENGTH), network, _STEPS, paces)

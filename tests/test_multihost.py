@@ -87,9 +87,9 @@ def test_two_processes_equal_one(alone: tuple[Result, Path], compiled_once: Path
 
 
 def test_pmap_equals_shard_map(alone: tuple[Result, Path], stopped: Path, tmp_path: Path) -> None:
-    """Also through a save."""
+    """Also through a save. To the bit only where the compiler makes the same of both: JAX 0.10.0 rounds otherwise."""
     folder = Path(shutil.copytree(stopped, tmp_path / "saves"))
-    check_same((train.train(SETTINGS, saves=Saves(folder, EVERY), alter=of_both_processes), folder), alone)
+    check_same((train.train(SETTINGS, saves=Saves(folder, EVERY), alter=of_both_processes), folder), alone, rounding=1e-5)
 
 
 def worker_pids(guard: int) -> list[int]:

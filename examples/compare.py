@@ -27,7 +27,7 @@ from workloads import load_task
 
 _SCALED = ("exdyna", "micro", "deft", "top_k", "gtop_k", "clt_k")  # a fixed or fitted threshold says little on synthetic gradients
 _DEFAULT = [name for name, method in METHODS.items() if not method.gossips]
-_RUN_ONLY = ("task", "data", "model", "preset", "workers", "seeds", "batch", "optimizer", "learning_rate", "simulate")
+_RUN_ONLY = ("task", "data", "model", "preset", "workers", "seeds", "batch", "optimizer", "learning_rate", "momentum", "simulate")
 _SCALE_ONLY = ("most", "size", "correlation", "model_size")
 
 
@@ -105,6 +105,7 @@ def main() -> None:
     runs.add_argument("--batch", type=int, help="samples per worker and step; default: the task's own")
     runs.add_argument("--optimizer", choices=OPTIMIZERS, help=f"default: {Settings.optimizer}")
     runs.add_argument("--learning-rate", type=float, help="at its peak; default: the task's own for the optimizer")
+    runs.add_argument("--momentum", type=float, help="default: the task's own for the optimizer")
     runs.add_argument("--simulate", action="store_true", default=None, help="all workers on one device instead")
     simulated = parser.add_argument_group("scaling")
     simulated.add_argument("--scale", action="store_true", help="simulate 2, 4, 8, ... workers on synthetic gradients")

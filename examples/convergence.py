@@ -57,7 +57,8 @@ class Row:
 
 
 def cases(tasks: Sequence[str], methods: Sequence[str], densities: dict[float, tuple[int, ...]]) -> list[Case]:
-    """What to run, dense once for all densities."""
+    """What to run, each once, and dense once for all densities."""
+    tasks, methods = list(dict.fromkeys(tasks)), list(dict.fromkeys(methods))
     every = tuple(sorted({seed for seeds in densities.values() for seed in seeds}))
     dense = [METHODS[0]]
     return [Case(task, method, 1.0, every) for task in tasks for method in dense] + [

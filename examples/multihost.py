@@ -179,7 +179,7 @@ def _train(job: Job, watchdog: Watchdog) -> None:
 def _agree(job: Job, settings: Settings, own: Columns | None, batch: int, wrong: Exception | None) -> None:
     """All processes raise a ValueError if one of them was started with other settings, can't read its data, or has too little of it."""
     alike = replace(settings, data=settings.data and "each its own")
-    asked = hashlib.sha256(repr((alike, job.output.checkpoint, job.output.save_every, job.by)).encode()).digest()
+    asked = hashlib.sha256(repr((alike, job.shares, job.output.checkpoint, job.output.save_every, job.by)).encode()).digest()
     mine = np.array([int.from_bytes(asked[:4]), 0 if own is None else count(own), jax.local_device_count(), batch], np.uint32)
     everyone = multihost_utils.process_allgather(mine)
     for process, (other, samples, workers, each) in enumerate(everyone.reshape(-1, mine.size)):

@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--bandwidth", type=_bandwidth, default=1e9, help="of a host's link, in bit/s: 1e9, 100Mbit, 10Gbit/s (default: 1e9)"
     )
     planner.add_argument("--latency", type=_latency, default=50e-6, help="of a message, in seconds: 50e-6, 50us, 0.1ms (default: 50e-6)")
+    planner.add_argument("--capacity-factor", type=_number, default=1.5, help="of the buffers, as for exdyna (default: 1.5)")
     planner.add_argument(
         "--selection",
         type=_selection,
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         workers_per_host=args.workers_per_host,
         bandwidth=args.bandwidth,
         latency=args.latency,
+        capacity_factor=args.capacity_factor,
     )
     try:
         if args.selection is None:

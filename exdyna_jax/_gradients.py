@@ -29,7 +29,8 @@ def local_value_and_grad(
       A function of the same arguments as `fun`, which returns `(value, gradient)`, both this worker's own.
 
     Raises:
-      ValueError: for an axis name that is none; by the function that is returned, where the axis is not bound.
+      ValueError: for an axis name that is none; by the function that is returned, where the axis is not bound, and where `argnums` is none
+        of the arguments that are given by position.
 
     Example:
       Two workers with inputs 1 and 10, whose gradients stay apart:
@@ -48,6 +49,9 @@ def local_value_and_grad(
 
     def local(*args: Any, **kwargs: Any) -> Any:
         bind(axes)  # an axis that isn't there would leave the gradient summed, without a word
+        for position in positions:
+            if not -len(args) <= position < len(args):
+                raise ValueError(f"argnums={argnums}, but there are {len(args)} positional arguments: hand over parameters by position.")
         mine = [to_varying(arg, axes) if i in {p % len(args) for p in positions} else arg for i, arg in enumerate(args)]
         return value_and_grad(*mine, **kwargs)
 

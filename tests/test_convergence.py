@@ -39,6 +39,14 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     return (folder / "out.txt").read_text()
 
 
+def test_what_is_named_twice_runs_once() -> None:
+    assert convergence.cases(["text", "text"], ["exdyna", "deft", "exdyna"], {0.1: (0,)}) == [
+        ("text", "dense", 1.0, (0,)),
+        ("text", "exdyna", 0.1, (0,)),
+        ("text", "deft", 0.1, (0,)),
+    ]
+
+
 def test_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = run(tmp_path, monkeypatch)
     assert "run 57/57: recommend, exdyna, density 0.001, seed 0" in said

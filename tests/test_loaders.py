@@ -221,15 +221,16 @@ BAD_TEXT: list[tuple[dict[str, str | bytes], str]] = [
     ({"test": ""}, "wiki.valid.tokens ends in the midst of a line"),
     (
         {"train": TRAIN_TEXT + " ".join(f"w{i}" for i in range(40_000)) + "\n"},
-        "different words, more than WikiText-2: is it of WikiText-103?",
+        "wiki.train.tokens has 40018 different words, more than WikiText-2: is it of WikiText-103?",
     ),
 ]
 
 
 @pytest.mark.parametrize(("texts", "message"), BAD_TEXT, ids=[message[:40] for _, message in BAD_TEXT])
-def test_bad_wikitext(texts: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_wikitext(tmp_path, **texts)
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize("folder", ["", "wikitext-2/"])
+def test_bad_wikitext(folder: str, texts: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_wikitext(tmp_path / folder, **texts)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/{folder}{message}")):
         load_task("wikitext2", str(tmp_path))
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,41 @@ def test_watchdog() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment(sys.path), capture_output=True, text=True, timeout=50)
     want = "process 1 of 2: step 3 has not come to its end within 0.8 s: most likely another process is frozen, or out of reach\n"
     assert (done.returncode, done.stderr) == (1, want)
+
+
+def settle(monkeypatch: pytest.MonkeyPatch, *jobs: multihost.Job) -> None:
+    """The processes of these jobs agree, one after the other, each with those before it."""
+    told: list[np.ndarray] = []
+    monkeypatch.setattr(multihost.multihost_utils, "process_allgather", lambda mine: (told.append(mine), np.stack(told))[1])
+    for job in jobs:
+        multihost._agree(job, job.settings, load_task(SETTINGS.task).train, 8, None)
+
+
+SAVING = train.Output(Path("saves"), 5, None, None)
+JOB = multihost.Job(SETTINGS, SAVING, "shard_map", 1, SHARES, 60.0, 60.0, None, "here:1", 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": replace(SETTINGS, seed=1)},
+        {"shares": [1.0, 3.0]},
+        {"by": "pmap"},
+        {"output": replace(SAVING, save_every=7)},
+        {"output": replace(SAVING, checkpoint=Path("elsewhere"))},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_flags_are_noticed(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="process 1 was started with other settings than process 0"):
+        settle(monkeypatch, JOB, replace(JOB, **change))
+
+
+def test_flags_that_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the data lies, how long to wait, and what only process 0 writes."""
+    here = replace(JOB, settings=replace(SETTINGS, task="wikitext2", data="here"))
+    there = replace(JOB, settings=replace(SETTINGS, task="wikitext2", data="there"), startup=5.0)
+    settle(monkeypatch, here, there, replace(here, output=replace(SAVING, json=Path("run.json"))))
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,9 @@ COMMAND = ["plan", "--params", "25.6e6", "--density", "1e-3", "--workers", "16",
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main([*COMMAND, "--workers-per-host", "2", "--bandwidth", "100Mbit", "--latency", "0.1ms", "--json", str(tmp_path / "plan.json")])
-    expected = _plan(25.6e6, 1e-3, 16, workers_per_host=2, bandwidth=1e8, latency=1e-4)
+    main([*COMMAND, "--workers-per-host", "2", "--bandwidth", "100Mbit", "--latency", "0.1ms", "--capacity-factor", "2",
+          "--json", str(tmp_path / "plan.json")])  # fmt: skip
+    expected = _plan(25.6e6, 1e-3, 16, workers_per_host=2, bandwidth=1e8, latency=1e-4, capacity_factor=2)
     said = capsys.readouterr()
     assert said.out == f"{expected}\n"
     assert not said.err
@@ -245,18 +246,18 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rate"), [("1e9", 1e9), ("1Gbit", 1e9), ("10 gbit/s", 1e10), ("2.5Gbps", 2.5e9), ("100Mb/s", 1e8), ("5.k", 5e3), ("1E+6", 1e6)]
 )
-def test_rates(text: str, rate: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rates(text: str, rate: float, tmp_path: Path) -> None:
     main([*COMMAND, "--bandwidth", text, "--json", str(tmp_path / "plan.json")])
     assert json.loads((tmp_path / "plan.json").read_text())["bandwidth"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("50e-6", 5e-5), ("50us", 5e-5), ("0.1 ms", 1e-4), ("2s", 2), ("0", 0), ("1e3ns", 1e-6)])
-def test_latencies(text: str, seconds: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_latencies(text: str, seconds: float, tmp_path: Path) -> None:
     main([*COMMAND, "--latency", text, "--json", str(tmp_path / "plan.json")])
     assert json.loads((tmp_path / "plan.json").read_text())["latency"] == pytest.approx(seconds)
 
 
-def test_no_infinity_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_infinity_in_json(tmp_path: Path) -> None:
     main([*COMMAND, "--selection", "0", "--latency", "0", "--json", str(tmp_path / "plan.json")])
     assert json.loads((tmp_path / "plan.json").read_text())["break_even_bandwidth"] is None
 
@@ -273,6 +274,7 @@ def test_no_infinity_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([*COMMAND, "--workers-per-host", "3"], "workers_per_host=3"),
         ([*COMMAND, "--bandwidth", "1GB"], "'1GB' is not a rate in bit/s"),
         ([*COMMAND, "--bandwidth", "-1"], "bandwidth=-1.0"),
+        ([*COMMAND, "--capacity-factor", "0.5"], "capacity_factor=0.5 is not"),
         ([*COMMAND, "--bandwidth", "1e999"], "bandwidth=inf"),
         ([*COMMAND, "--latency", "soon"], "'soon' is not a time"),
         ([*COMMAND, "--selection", "exdyna=fast"], "'exdyna=fast' is not milliseconds"),

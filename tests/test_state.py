@@ -274,5 +274,9 @@ def test_local_value_and_grad_with_aux_over_two_axes() -> None:
 def test_local_value_and_grad_of_a_single_worker() -> None:
     got = exdyna_jax.local_value_and_grad(_fun, None)(WEIGHTS, ROWS, jnp.float32(1))
     jax.tree.map(np.testing.assert_array_equal, got, jax.value_and_grad(_fun)(WEIGHTS, ROWS, jnp.float32(1)))
+    with pytest.raises(ValueError, match=r"argnums=0, but there are 0 positional arguments: hand over parameters by position"):
+        exdyna_jax.local_value_and_grad(_fun, None)(w=WEIGHTS, x=ROWS, scale=jnp.float32(1))
+    with pytest.raises(ValueError, match=r"argnums=\(0, 3\), but there are 3 positional"):
+        exdyna_jax.local_value_and_grad(_fun, None, argnums=(0, 3))(WEIGHTS, ROWS, jnp.float32(1))
     with pytest.raises(ValueError, match=r"axis_name=5 is not a mesh axis name"):
         exdyna_jax.local_value_and_grad(_fun, 5)  # type: ignore[arg-type]

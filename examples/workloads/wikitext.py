@@ -25,11 +25,11 @@ def read(data: Path) -> tuple[np.ndarray, np.ndarray, int]:
     Raises:
       ValueError: for a file that is missing, damaged, truncated, or of another version.
     """
-    train, test = (_words(data, name) for name in (_TRAIN, _TEST))
+    path, held_out_path = (existing(data, name, f"it should be {_FORM}", _FOLDER) for name in (_TRAIN, _TEST))
+    train, test = _words(path), _words(held_out_path)
     number: dict[str, int] = {}
     for word in train:
         number.setdefault(word, len(number))
-    path = data / _TRAIN
     if _UNKNOWN not in number:
         raise complaint(path, f"has no {_UNKNOWN}: is it of the raw version?", _FORM)
     if len(number) > _MOST:
@@ -38,9 +38,8 @@ def read(data: Path) -> tuple[np.ndarray, np.ndarray, int]:
     return seen, held_out, len(number)
 
 
-def _words(data: Path, name: str) -> list[str]:
+def _words(path: Path) -> list[str]:
     """The words of a file, with one for the end of each line."""
-    path = existing(data, name, f"it should be {_FORM}", _FOLDER)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

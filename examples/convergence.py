@@ -105,7 +105,7 @@ def table(rows: Sequence[Row]) -> Table:
     shown = Table(
         "task", "method", "density", "quality, held out", "loss", "against dense", "MB", "saving",
         title="Convergence: in the end, mean of the seeds ± half of their range",
-        caption="against dense: points of the first measure, or, of a perplexity, percent of the loss; more is better.\n"
+        caption="against dense of the same seeds: points of the first measure, or, of a perplexity, percent of the loss; more is better.\n"
         "MB: sent by a worker in all steps, padding included. saving: how many times as much dense sends.",
     )  # fmt: skip
     for column in shown.columns[2:]:
